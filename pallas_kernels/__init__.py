@@ -1,0 +1,7 @@
+"""Array-in, array-out operations of DeepSeek-V4, each with a plain-JAX reference beside its kernels.
+
+This package knows nothing of checkpoints, models or machines; `ds4jax` is the only caller.
+"""
+
+# `ds4jax` checks this marker at import: other distributions install packages of the same name.
+OWNER = "ds4jax"
