@@ -1,0 +1,188 @@
+"""What a layer remembers between chunks of one sequence, as explicit pytrees.
+
+There is no batch dimension: a call advances one chunk of one sequence. Chunks may be padded to a
+fixed number of rows; padding rows never enter the state.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ds4jax.config import OVERLAPPED_RATIO, ModelConfig, Numerics
+from pallas_kernels import compressor
+
+ENTRY_ROWS = 128  # compressed buffers have a multiple of this many rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one sequence.
+
+    tokens    [T] i32, rows >= length are padding and hold any valid id
+    position  i32 scalar, absolute position of row 0
+    length    i32 scalar, number of real rows, 0 <= length <= T
+    """
+
+    tokens: jax.Array
+    position: jax.Array
+    length: jax.Array
+
+    @property
+    def positions(self) -> jax.Array:
+        """Absolute position of every row, padding included: [T] i32."""
+        return self.position + jnp.arange(self.tokens.shape[0], dtype=jnp.int32)
+
+    @property
+    def real(self) -> jax.Array:
+        """Which rows are tokens: [T] bool."""
+        return jnp.arange(self.tokens.shape[0], dtype=jnp.int32) < self.length
+
+
+def make_chunk(tokens: np.ndarray, position: int, rows: int) -> Chunk:
+    """A chunk of the i32 ids `tokens`, padded to `rows` rows with id 0."""
+    padded = np.zeros(rows, np.int32)
+    padded[: len(tokens)] = tokens
+    return Chunk(
+        jnp.asarray(padded), jnp.asarray(position, jnp.int32), jnp.asarray(len(tokens), jnp.int32)
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerState:
+    """State of one layer after P tokens; fields that a layer kind lacks are None.
+
+    window       [W - 1, K] compute dtype: keys of positions P - (W - 1) .. P - 1, normed, rotated
+                 and quantised; rows of negative positions are zeros that no mask lets through
+    compressed   [N, K] compute dtype: entries 0 .. P // ratio - 1, then zeros (CSA, HCA)
+    carry        float32 gates and values of the open block, and with overlap of the last closed
+                 one (CSA, HCA)
+    index_keys   [N, Di] compute dtype: indexer keys of the same entries (CSA)
+    index_carry  the carry of the indexer's own compressor (CSA)
+    """
+
+    window: jax.Array
+    compressed: jax.Array | None = None
+    carry: compressor.Carry | None = None
+    index_keys: jax.Array | None = None
+    index_carry: compressor.Carry | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SequenceState:
+    """State of a whole sequence: `position` tokens seen (a host integer) and one state per layer."""
+
+    position: int = dataclasses.field(metadata={"static": True})
+    layers: tuple[LayerState, ...]
+
+
+def entry_rows(ratio: int, capacity_tokens: int) -> int:
+    """Rows N of a compressed buffer for `capacity_tokens` tokens: a multiple of 128."""
+    return max(-(-(capacity_tokens // ratio) // ENTRY_ROWS), 1) * ENTRY_ROWS
+
+
+def abstract_layer_state(
+    config: ModelConfig, ratio: int, numerics: Numerics, capacity_tokens: int
+) -> LayerState:
+    """Shapes and dtypes of the state of a layer with compression ratio `ratio` (0 = window)."""
+    head, dtype = config.head_dim, numerics.dtype
+    window = jax.ShapeDtypeStruct((config.sliding_window - 1, head), dtype)
+    if ratio == 0:
+        return LayerState(window)
+    rows = entry_rows(ratio, capacity_tokens)
+    overlap = ratio == OVERLAPPED_RATIO
+    state = LayerState(
+        window,
+        compressed=jax.ShapeDtypeStruct((rows, head), dtype),
+        carry=jax.eval_shape(
+            lambda: compressor.empty_carry(ratio=ratio, channels=head, overlap=overlap)
+        ),
+    )
+    if not overlap:
+        return state
+    return dataclasses.replace(
+        state,
+        index_keys=jax.ShapeDtypeStruct((rows, config.index_head_dim), dtype),
+        index_carry=jax.eval_shape(
+            lambda: compressor.empty_carry(
+                ratio=ratio, channels=config.index_head_dim, overlap=overlap
+            )
+        ),
+    )
+
+
+def abstract_state(config: ModelConfig, numerics: Numerics, capacity_tokens: int) -> SequenceState:
+    """Shapes and dtypes of the state of a sequence of at most `capacity_tokens` tokens."""
+    return SequenceState(
+        0,
+        tuple(
+            abstract_layer_state(config, ratio, numerics, capacity_tokens)
+            for ratio in config.layer_ratios
+        ),
+    )
+
+
+def empty_layer_state(
+    config: ModelConfig, ratio: int, numerics: Numerics, capacity_tokens: int
+) -> LayerState:
+    """The state of one layer before the first token."""
+    shapes = abstract_layer_state(config, ratio, numerics, capacity_tokens)
+    overlap = ratio == OVERLAPPED_RATIO
+
+    def fill(shape: jax.ShapeDtypeStruct | None) -> jax.Array | None:
+        return None if shape is None else jnp.zeros(shape.shape, shape.dtype)
+
+    def carry(channels: int, wanted: bool) -> compressor.Carry | None:
+        if not wanted:
+            return None
+        return compressor.empty_carry(ratio=ratio, channels=channels, overlap=overlap)
+
+    return LayerState(
+        window=jnp.zeros(shapes.window.shape, shapes.window.dtype),
+        compressed=fill(shapes.compressed),
+        carry=carry(config.head_dim, ratio != 0),
+        index_keys=fill(shapes.index_keys),
+        index_carry=carry(config.index_head_dim, overlap),
+    )
+
+
+def empty_state(config: ModelConfig, numerics: Numerics, capacity_tokens: int) -> SequenceState:
+    """The state before the first token."""
+    return SequenceState(
+        0,
+        tuple(
+            empty_layer_state(config, ratio, numerics, capacity_tokens)
+            for ratio in config.layer_ratios
+        ),
+    )
+
+
+def state_bytes(config: ModelConfig, numerics: Numerics, capacity_tokens: int) -> int:
+    """Bytes of the arrays of `empty_state`, without allocating them."""
+    leaves = jax.tree.leaves(abstract_state(config, numerics, capacity_tokens))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def grow_state(state: SequenceState, config: ModelConfig, capacity_tokens: int) -> SequenceState:
+    """The same state with room for `capacity_tokens` tokens; never shrinks."""
+
+    def grow(buffer: jax.Array | None, ratio: int) -> jax.Array | None:
+        if buffer is None:
+            return None
+        missing = max(entry_rows(ratio, capacity_tokens) - buffer.shape[0], 0)
+        return jnp.pad(buffer, ((0, missing), (0, 0)))
+
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            compressed=grow(layer.compressed, ratio),
+            index_keys=grow(layer.index_keys, ratio),
+        )
+        for layer, ratio in zip(state.layers, config.layer_ratios, strict=True)
+    )
+    return SequenceState(state.position, layers)
