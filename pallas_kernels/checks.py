@@ -1,0 +1,95 @@
+"""Argument checks shared by the doors of the operations."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
+FLOAT32 = (jnp.dtype("float32"),)
+INT32 = (jnp.dtype("int32"),)
+
+
+class Shapes:
+    """Binds dimension letters to sizes, array by array, and refuses contradictions.
+
+    `Shapes("window_attention").bind("q", q, "THK", FLOATS)` records T, H and K; a later array that
+    names K has to agree. A dimension may also be an int.
+    """
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self.sizes: dict[str, int] = {}
+        self.origin: dict[str, str] = {}
+
+    def bind(
+        self, name: str, array: Any, dims: Sequence[str | int], dtypes: Sequence[jnp.dtype]
+    ) -> None:
+        """Checks one array; raises ValueError naming the array, what it has and what fits."""
+        shape, dtype = np.shape(array), jnp.result_type(array)
+        letters = ", ".join(str(dim) for dim in dims)
+        if len(shape) != len(dims):
+            raise ValueError(
+                f"{self.operation}: {name} has shape {shape}, expected {len(dims)} axes [{letters}]"
+            )
+        for axis, (size, dim) in enumerate(zip(shape, dims, strict=True)):
+            wanted = dim if isinstance(dim, int) else self.sizes.setdefault(dim, size)
+            if isinstance(dim, str):
+                self.origin.setdefault(dim, name)
+            if size != wanted:
+                source = f" as in {self.origin[dim]}" if isinstance(dim, str) else ""
+                raise ValueError(
+                    f"{self.operation}: {name} has shape {shape} [{letters}], expected {wanted} on "
+                    f"axis {axis}{source}"
+                )
+        if dtype not in dtypes:
+            raise ValueError(
+                f"{self.operation}: {name} is {dtype}, expected "
+                f"{' or '.join(str(allowed) for allowed in dtypes)}"
+            )
+
+    def same_dtype(self, first: str, one: jax.Array, second: str, other: jax.Array) -> None:
+        """Raises ValueError when two arrays differ in dtype."""
+        if one.dtype != other.dtype:
+            raise ValueError(
+                f"{self.operation}: {second} is {other.dtype}, expected {one.dtype} as {first}"
+            )
+
+
+def positive(operation: str, **values: int) -> None:
+    """Raises ValueError for a static size below one."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise ValueError(f"{operation}: {name} is {value!r}, expected an integer >= 1")
+
+
+def scalar(position: Any) -> jax.Array:
+    """A position or length as the int32 scalar the kernels take."""
+    return jnp.asarray(position, jnp.int32).reshape(())
+
+
+def choose(
+    operation: str,
+    implementation: str | None,
+    automatic: str,
+    refusals: dict[str, str | None],
+) -> str:
+    """The implementation to run.
+
+    refusals maps every known name to None (usable here) or to the reason why it is not. An
+    explicit choice that is refused raises NotImplementedError with that reason; an unknown name
+    raises ValueError.
+    """
+    if implementation is None:
+        return automatic
+    if implementation not in refusals:
+        raise ValueError(
+            f"{operation}: implementation is {implementation!r}, expected None or one of "
+            f"{', '.join(refusals)}"
+        )
+    reason = refusals[implementation]
+    if reason is not None:
+        raise NotImplementedError(f"{operation}: {implementation} cannot run this call: {reason}")
+    return implementation

@@ -1,0 +1,83 @@
+"""Lightning indexer: scores of compressed entries and the choice of the best k per token."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import checks
+from pallas_kernels.indexer import reference
+
+__all__ = ["indexer_scores", "select_entries"]
+
+
+def indexer_scores(
+    queries: jax.Array,
+    keys: jax.Array,
+    weights: jax.Array,
+    position: Any,
+    *,
+    ratio: int = 4,
+    implementation: str | None = None,
+) -> jax.Array:
+    """score(t, i) = sum over heads of weights[t, h] * relu(queries[t, h] . keys[i]), in float32.
+
+    Args:
+      queries: [T, Hi, Di] float32 or bfloat16, rotated, transformed and (if simulated) quantised.
+      keys: [N, Di] of the same dtype; rows that no token sees may hold anything.
+      weights: [T, Hi] float32, signed.
+      position: absolute position of the first token, int32 scalar (may be traced).
+      ratio: tokens per entry; token t sees entries i < (position + t + 1) // ratio.
+      implementation: None (automatic) or "reference".
+
+    Returns:
+      [T, N] float32, -inf where the entry is not visible.
+
+    Raises:
+      ValueError: shapes or dtypes that contradict each other.
+      NotImplementedError: the implementation asked for cannot run this call.
+    """
+    _check("indexer_scores", queries, keys, weights, ratio)
+    checks.choose("indexer_scores", implementation, "reference", {"reference": None})
+    return reference.indexer_scores(queries, keys, weights, checks.scalar(position), ratio=ratio)
+
+
+def select_entries(
+    queries: jax.Array,
+    keys: jax.Array,
+    weights: jax.Array,
+    position: Any,
+    *,
+    k: int,
+    ratio: int = 4,
+    query_tile: int | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The k best-scored visible entries of every token; all visible ones where at most k are.
+
+    Arguments as in `indexer_scores`; ties go to the lower entry, NaN scores are never selected.
+    query_tile is the number of tokens whose scores exist at one time (None = a default); it bounds
+    the workspace and does not change the result.
+
+    Returns:
+      [T, k] int32, ascending, padded with -1.
+
+    Raises:
+      ValueError: shapes or dtypes that contradict each other.
+      NotImplementedError: the implementation asked for cannot run this call.
+    """
+    _check("select_entries", queries, keys, weights, ratio)
+    checks.positive("select_entries", k=k, query_tile=1 if query_tile is None else query_tile)
+    checks.choose("select_entries", implementation, "reference", {"reference": None})
+    return reference.select_entries(
+        queries, keys, weights, checks.scalar(position), k=k, ratio=ratio
+    )
+
+
+def _check(
+    operation: str, queries: jax.Array, keys: jax.Array, weights: jax.Array, ratio: int
+) -> None:
+    shapes = checks.Shapes(operation)
+    shapes.bind("queries", queries, ("T", "Hi", "Di"), checks.FLOATS)
+    shapes.bind("keys", keys, ("N", "Di"), (queries.dtype,))
+    shapes.bind("weights", weights, ("T", "Hi"), checks.FLOAT32)
+    checks.positive(operation, ratio=ratio)

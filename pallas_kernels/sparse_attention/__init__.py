@@ -1,0 +1,64 @@
+"""Attention over a sliding window and a per-token list of compressed entries (CSA)."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import checks
+from pallas_kernels.sparse_attention import reference
+
+__all__ = ["sparse_attention"]
+
+
+def sparse_attention(
+    q: jax.Array,
+    window_kv: jax.Array,
+    compressed: jax.Array,
+    indices: jax.Array,
+    sink: jax.Array,
+    position: Any,
+    *,
+    window: int,
+    scale: float,
+    implementation: str | None = None,
+) -> jax.Array:
+    """One softmax over the window, the listed compressed entries and the sink.
+
+    Args:
+      q: [T, H, K] float32 or bfloat16, rotated queries.
+      window_kv: [window - 1 + T, K], as in `window_attention`.
+      compressed: [N, K]; rows that no list names may hold anything.
+      indices: [T, k] int32, the entries token t sees; -1 = none, at any place of the list. The
+        caller lists visible entries only, each at most once.
+      sink: [H] float32 raw logits; they enter the denominator only.
+      position: absolute position of the first token, int32 scalar (may be traced).
+      window: rows of the sliding window, the token itself included.
+      scale: factor on q . k, head_dim ** -0.5.
+      implementation: None (automatic) or "reference".
+
+    Returns:
+      [T, H, K] in q.dtype, with the roundings of `window_attention`. The sum runs in list order:
+      equal bits need equal lists.
+
+    Raises:
+      ValueError: shapes or dtypes that contradict each other.
+      NotImplementedError: the implementation asked for cannot run this call.
+    """
+    shapes = checks.Shapes("sparse_attention")
+    checks.positive("sparse_attention", window=window)
+    shapes.bind("q", q, "THK", checks.FLOATS)
+    shapes.bind("window_kv", window_kv, (window - 1 + q.shape[0], "K"), (q.dtype,))
+    shapes.bind("compressed", compressed, "NK", (q.dtype,))
+    shapes.bind("indices", indices, "Tk", checks.INT32)
+    shapes.bind("sink", sink, "H", checks.FLOAT32)
+    checks.choose("sparse_attention", implementation, "reference", {"reference": None})
+    return reference.sparse_attention(
+        q,
+        window_kv,
+        compressed,
+        indices,
+        sink,
+        checks.scalar(position),
+        window=window,
+        scale=scale,
+    )

@@ -1,0 +1,33 @@
+"""The k best entries of every row as an exact set."""
+
+import jax
+
+from pallas_kernels import checks
+from pallas_kernels.top_k import reference
+
+__all__ = ["top_k"]
+
+
+def top_k(scores: jax.Array, k: int, *, implementation: str | None = None) -> jax.Array:
+    """Indices of the k largest scores of each row, ascending.
+
+    The set is exact. Equal scores (0.0 and -0.0 are equal) are taken from the lowest index up.
+    -inf and NaN are never selected.
+
+    Args:
+      scores: [T, N] float32.
+      k: entries to select, at least 1; may exceed N.
+      implementation: None (automatic) or "reference".
+
+    Returns:
+      [T, k] int32, ascending, padded with -1 where fewer than k scores qualify.
+
+    Raises:
+      ValueError: wrong shape, dtype or k.
+      NotImplementedError: the implementation asked for cannot run this call.
+    """
+    shapes = checks.Shapes("top_k")
+    shapes.bind("scores", scores, "TN", checks.FLOAT32)
+    checks.positive("top_k", k=k)
+    checks.choose("top_k", implementation, "reference", {"reference": None})
+    return reference.top_k(scores, k)

@@ -1,0 +1,69 @@
+"""Attention over a sliding window and a contiguous prefix of compressed entries (SWA, HCA)."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import checks
+from pallas_kernels.window_attention import reference
+
+__all__ = ["window_attention"]
+
+
+def window_attention(
+    q: jax.Array,
+    window_kv: jax.Array,
+    compressed: jax.Array | None,
+    sink: jax.Array,
+    position: Any,
+    *,
+    ratio: int,
+    window: int,
+    scale: float,
+    implementation: str | None = None,
+) -> jax.Array:
+    """One softmax over the window, the visible compressed entries and the sink.
+
+    Every key is also the value (one KV head shared by all query heads). Token t of the call has
+    absolute position position + t and sees the `window` raw rows that end at itself and the
+    compressed entries i < (position + t + 1) // ratio.
+
+    Args:
+      q: [T, H, K] float32 or bfloat16, rotated queries.
+      window_kv: [window - 1 + T, K]; row j has absolute position position - (window - 1) + j. Rows
+        of negative position are masked and may hold anything.
+      compressed: [N, K] or None when the layer has no compressor. Rows a token does not see may
+        hold anything.
+      sink: [H] float32 raw logits; they enter the denominator only.
+      position: absolute position of the first token, int32 scalar (may be traced).
+      ratio: tokens per compressed entry (not used without `compressed`).
+      window: rows of the sliding window, the token itself included.
+      scale: factor on q . k, head_dim ** -0.5.
+      implementation: None (automatic) or "reference".
+
+    Returns:
+      [T, H, K] in q.dtype. bfloat16: scores and sums in float32, probabilities rounded to bfloat16
+      before the product with the values, one rounding at the end.
+
+    Raises:
+      ValueError: shapes or dtypes that contradict each other.
+      NotImplementedError: the implementation asked for cannot run this call.
+    """
+    shapes = checks.Shapes("window_attention")
+    checks.positive("window_attention", ratio=ratio, window=window)
+    shapes.bind("q", q, "THK", checks.FLOATS)
+    shapes.bind("window_kv", window_kv, (window - 1 + q.shape[0], "K"), (q.dtype,))
+    if compressed is not None:
+        shapes.bind("compressed", compressed, "NK", (q.dtype,))
+    shapes.bind("sink", sink, "H", checks.FLOAT32)
+    checks.choose("window_attention", implementation, "reference", {"reference": None})
+    return reference.window_attention(
+        q,
+        window_kv,
+        compressed,
+        sink,
+        checks.scalar(position),
+        ratio=ratio,
+        window=window,
+        scale=scale,
+    )
