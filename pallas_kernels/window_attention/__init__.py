@@ -50,10 +50,11 @@ def window_attention(
       NotImplementedError: the implementation asked for cannot run this call.
     """
     shapes = checks.Shapes("window_attention")
-    checks.positive("window_attention", ratio=ratio, window=window)
+    checks.positive("window_attention", window=window)
     shapes.bind("q", q, "THK", checks.FLOATS)
     shapes.bind("window_kv", window_kv, (window - 1 + q.shape[0], "K"), (q.dtype,))
     if compressed is not None:
+        checks.positive("window_attention", ratio=ratio)
         shapes.bind("compressed", compressed, "NK", (q.dtype,))
     shapes.bind("sink", sink, "H", checks.FLOAT32)
     checks.choose("window_attention", implementation, "reference", {"reference": None})
