@@ -55,7 +55,7 @@ class Compressor(nnx.Module):
         """
         values = wide_product(inputs, self.wkv.codes)
         gates = wide_product(inputs, self.wgate.codes) + self.ape[chunk.positions % self.ratio]
-        entries, carry = compressor.compress(
+        entries, _, _, carry = compressor.compress(
             values,
             gates,
             carry,
@@ -96,7 +96,7 @@ class Indexer(nnx.Module):
         return self.transform(apply_rope(heads, table), numerics)
 
     def head_weights(self, inputs: jax.Array, numerics: Numerics) -> jax.Array:
-        """inputs [T, D] -> [T, Hi] float32, rounded to the compute dtype before and after scaling."""
+        """inputs [T, D] -> [T, Hi] float32, rounded to the compute dtype before and after scale."""
         scale = self.config.index_head_dim**-0.5 * self.config.index_n_heads**-0.5
         weights = self.weights_proj(inputs, numerics).astype(jnp.float32) * scale
         return codecs.round_to(weights, numerics.dtype).astype(jnp.float32)

@@ -75,7 +75,7 @@ class LayerState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SequenceState:
-    """State of a whole sequence: `position` tokens seen (a host integer) and one state per layer."""
+    """State of a sequence: `position` tokens seen (a host integer) and one state per layer."""
 
     position: int = dataclasses.field(metadata={"static": True})
     layers: tuple[LayerState, ...]
@@ -86,73 +86,33 @@ def entry_rows(ratio: int, capacity_tokens: int) -> int:
     return max(-(-(capacity_tokens // ratio) // ENTRY_ROWS), 1) * ENTRY_ROWS
 
 
-def abstract_layer_state(
-    config: ModelConfig, ratio: int, numerics: Numerics, capacity_tokens: int
-) -> LayerState:
-    """Shapes and dtypes of the state of a layer with compression ratio `ratio` (0 = window)."""
-    head, dtype = config.head_dim, numerics.dtype
-    window = jax.ShapeDtypeStruct((config.sliding_window - 1, head), dtype)
-    if ratio == 0:
-        return LayerState(window)
-    rows = entry_rows(ratio, capacity_tokens)
-    overlap = ratio == OVERLAPPED_RATIO
-    state = LayerState(
-        window,
-        compressed=jax.ShapeDtypeStruct((rows, head), dtype),
-        carry=jax.eval_shape(
-            lambda: compressor.empty_carry(ratio=ratio, channels=head, overlap=overlap)
-        ),
-    )
-    if not overlap:
-        return state
-    return dataclasses.replace(
-        state,
-        index_keys=jax.ShapeDtypeStruct((rows, config.index_head_dim), dtype),
-        index_carry=jax.eval_shape(
-            lambda: compressor.empty_carry(
-                ratio=ratio, channels=config.index_head_dim, overlap=overlap
-            )
-        ),
-    )
-
-
-def abstract_state(config: ModelConfig, numerics: Numerics, capacity_tokens: int) -> SequenceState:
-    """Shapes and dtypes of the state of a sequence of at most `capacity_tokens` tokens."""
-    return SequenceState(
-        0,
-        tuple(
-            abstract_layer_state(config, ratio, numerics, capacity_tokens)
-            for ratio in config.layer_ratios
-        ),
-    )
-
-
 def empty_layer_state(
     config: ModelConfig, ratio: int, numerics: Numerics, capacity_tokens: int
 ) -> LayerState:
-    """The state of one layer before the first token."""
-    shapes = abstract_layer_state(config, ratio, numerics, capacity_tokens)
-    overlap = ratio == OVERLAPPED_RATIO
-
-    def fill(shape: jax.ShapeDtypeStruct | None) -> jax.Array | None:
-        return None if shape is None else jnp.zeros(shape.shape, shape.dtype)
-
-    def carry(channels: int, wanted: bool) -> compressor.Carry | None:
-        if not wanted:
-            return None
-        return compressor.empty_carry(ratio=ratio, channels=channels, overlap=overlap)
-
+    """The state before the first token of a layer with compression ratio `ratio` (0 = window)."""
+    head, dtype = config.head_dim, numerics.dtype
+    window = jnp.zeros((config.sliding_window - 1, head), dtype)
+    if ratio == 0:
+        return LayerState(window)
+    rows = entry_rows(ratio, capacity_tokens)
+    if ratio != OVERLAPPED_RATIO:
+        return LayerState(
+            window,
+            compressed=jnp.zeros((rows, head), dtype),
+            carry=compressor.empty_carry(head, ratio=ratio, overlap=False),
+        )
+    index_head = config.index_head_dim
     return LayerState(
-        window=jnp.zeros(shapes.window.shape, shapes.window.dtype),
-        compressed=fill(shapes.compressed),
-        carry=carry(config.head_dim, ratio != 0),
-        index_keys=fill(shapes.index_keys),
-        index_carry=carry(config.index_head_dim, overlap),
+        window,
+        compressed=jnp.zeros((rows, head), dtype),
+        carry=compressor.empty_carry(2 * head, ratio=ratio, overlap=True),
+        index_keys=jnp.zeros((rows, index_head), dtype),
+        index_carry=compressor.empty_carry(2 * index_head, ratio=ratio, overlap=True),
     )
 
 
 def empty_state(config: ModelConfig, numerics: Numerics, capacity_tokens: int) -> SequenceState:
-    """The state before the first token."""
+    """The state before the first token, with room for `capacity_tokens` tokens."""
     return SequenceState(
         0,
         tuple(
@@ -160,6 +120,11 @@ def empty_state(config: ModelConfig, numerics: Numerics, capacity_tokens: int) -
             for ratio in config.layer_ratios
         ),
     )
+
+
+def abstract_state(config: ModelConfig, numerics: Numerics, capacity_tokens: int) -> SequenceState:
+    """Shapes and dtypes of `empty_state`; allocates nothing."""
+    return jax.eval_shape(lambda: empty_state(config, numerics, capacity_tokens))
 
 
 def state_bytes(config: ModelConfig, numerics: Numerics, capacity_tokens: int) -> int:

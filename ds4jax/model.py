@@ -18,7 +18,7 @@ from flax import nnx
 
 from ds4jax.attention import Attention, abstract_attention, abstract_norm
 from ds4jax.cache import Chunk, LayerState
-from ds4jax.config import LayerKind, ModelConfig, Numerics
+from ds4jax.config import ModelConfig, Numerics
 from ds4jax.hyper import HyperConnection, HyperHead, abstract_connection, abstract_head
 from ds4jax.layers import RMSNorm, wide_product
 from ds4jax.moe import MoE, Routing, abstract_moe
