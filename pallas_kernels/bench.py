@@ -1,0 +1,52 @@
+"""Timing of a jitted function: compilation apart, then min, median and max of repeated runs."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds per call; `compile_s` is the first call, which traces and compiles."""
+
+    compile_s: float
+    min_s: float
+    median_s: float
+    max_s: float
+    runs: int
+
+    def as_dict(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
+
+def measure(
+    function: Callable[..., Any],
+    *args: Any,
+    runs: int = 10,
+    calls_per_run: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timing:
+    """Times `function(*args)`, a jitted function of arrays on one device.
+
+    Every run makes `calls_per_run` calls and waits for the last: more than one hides the launch
+    from the host, as in a program that queues ahead. Raises ValueError for counts below one.
+    """
+    if runs < 1 or calls_per_run < 1:
+        raise ValueError(f"{runs=} and {calls_per_run=}: expected at least 1 of each")
+    start = clock()
+    jax.block_until_ready(function(*args))
+    compile_s = clock() - start
+    jax.block_until_ready(function(*args))
+    seconds = []
+    for _ in range(runs):
+        start = clock()
+        for _ in range(calls_per_run):
+            result = function(*args)
+        jax.block_until_ready(result)
+        seconds.append((clock() - start) / calls_per_run)
+        del result
+    return Timing(compile_s, min(seconds), statistics.median(seconds), max(seconds), runs)

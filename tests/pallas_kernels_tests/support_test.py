@@ -1,0 +1,72 @@
+"""Refusals name the device and what a kernel needs; timings keep compilation apart."""
+
+import itertools
+import types
+
+import jax
+import pytest
+from absl.testing import absltest, parameterized
+
+from pallas_kernels import bench, support
+
+
+def gpu(capability):
+    return types.SimpleNamespace(platform="gpu", compute_capability=capability)
+
+
+class UnsupportedTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("reference", "cpu", None),
+        ("portable", "cpu", "NVIDIA GPU"),
+        ("sm90", "cpu", "NVIDIA GPU"),
+        ("portable", "7.5", "8.0"),
+        ("portable", None, "8.0"),
+        ("portable", "8.9", None),
+        ("portable", "9.0", None),
+        ("sm90", "8.9", "9.0"),
+        ("sm90", "10.0", "9.0"),
+        ("sm90", "9.0", None),
+    )
+    def test_reason(self, implementation, device, reason):
+        device = jax.devices("cpu")[0] if device == "cpu" else gpu(device)
+        found = support.unsupported(implementation, device)
+        if reason is None:
+            self.assertIsNone(found)
+        else:
+            self.assertIn(reason, found)
+
+    def test_interpreters_run_anywhere(self):
+        device = jax.devices("cpu")[0]
+        self.assertIsNone(support.unsupported("sm90", device, interpret=True))
+
+    def test_unknown_names_and_refusals_raise(self):
+        device = jax.devices("cpu")[0]
+        with pytest.raises(ValueError, match="'triton'"):
+            support.unsupported("triton", device)
+        with pytest.raises(NotImplementedError, match="'sm90' refused: too small"):
+            support.require("sm90", "too small")
+        support.require("sm90", None)
+
+    def test_default_device_follows_the_config(self):
+        self.assertEqual(support.default_device(), jax.devices()[0])
+        other = jax.devices()[-1]
+        with jax.default_device(other):
+            self.assertEqual(support.default_device(), other)
+
+
+class MeasureTest(absltest.TestCase):
+    def test_compilation_is_apart(self):
+        ticks = itertools.accumulate([0.0, 9.0, 0.0, 1.0, 0.0, 3.0, 0.0, 2.0])
+        calls = []
+        timing = bench.measure(calls.append, 1, runs=3, calls_per_run=2, clock=lambda: next(ticks))
+        self.assertEqual(timing, bench.Timing(9.0, 0.5, 1.0, 1.5, 3))
+        self.assertLen(calls, 8)
+        self.assertEqual(timing.as_dict()["median_s"], 1.0)
+
+    def test_counts_are_checked(self):
+        with pytest.raises(ValueError, match="runs=0"):
+            bench.measure(lambda: None, runs=0)
+
+
+if __name__ == "__main__":
+    absltest.main()
