@@ -1,0 +1,140 @@
+"""What a run needs in memory, priced before anything large is allocated, and the refusal.
+
+Prices are exact for weights and state. The workspace is an upper estimate from the sizes of the
+largest activations; it does not know what a kernel keeps for itself.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from ds4jax.cache import state_bytes
+from ds4jax.config import ModelConfig, Numerics
+
+HEAD_ROWS = 128  # rows of logits that are made at a time
+
+# Without this much the runtime's own buffers (collectives, compiled code) already fail.
+_RUNTIME_BYTES = 64 * 2**20
+_DEFAULT_FRACTION = 0.75  # of a GPU's memory that JAX takes for itself unless told otherwise
+
+
+class PlanError(ValueError):
+    """A run that does not fit this machine: says what is needed, what there is, and what helps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Price:
+    """Bytes that a run needs on its device."""
+
+    weights_bytes: int
+    state_bytes: int
+    workspace_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.state_bytes + self.workspace_bytes
+
+
+def price(
+    config: ModelConfig, numerics: Numerics, *, weights_bytes: int, rows: int, capacity_tokens: int
+) -> Price:
+    """Prices chunks of `rows` rows of one sequence with room for `capacity_tokens` tokens."""
+    return Price(
+        weights_bytes,
+        state_bytes(config, numerics, capacity_tokens),
+        workspace_bytes(config, numerics, rows),
+    )
+
+
+def workspace_bytes(config: ModelConfig, numerics: Numerics, rows: int) -> int:
+    """Upper estimate of activation bytes of the most demanding layer part with `rows` rows."""
+    width = numerics.dtype.itemsize
+    streams = rows * config.hc_mult * config.hidden_size * width
+    heads = rows * config.num_attention_heads * config.head_dim * width
+    slots = rows * config.num_experts_per_tok * config.hidden_size * width
+    # Queries, rotated queries and outputs; or slots with gate, up and hidden of every slot.
+    attention = 4 * heads
+    experts = slots + 3 * rows * config.num_experts_per_tok * config.moe_intermediate_size * 4
+    # One matrix at a time is expanded to the compute dtype.
+    matrix = config.num_attention_heads * config.head_dim * config.q_lora_rank * width
+    head = min(rows, HEAD_ROWS) * config.vocab_size * 4
+    return 3 * streams + max(attention + matrix, experts, head) + _RUNTIME_BYTES
+
+
+def device_bytes(device: jax.Device) -> int:
+    """Bytes that this process can still allocate on `device`."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return host_bytes()
+
+
+def host_bytes() -> int:
+    """Bytes of host memory that are free for this process: the system's and its cgroup's view."""
+    views = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            views = [int(line.split()[1]) * 1024]
+    group = Path("/sys/fs/cgroup")
+    limit = "".join(_lines(group / "memory.max")).strip()
+    used = "".join(_lines(group / "memory.current")).strip()
+    if limit.isdigit() and used.isdigit():
+        cached = [
+            int(line.split()[1])
+            for line in _lines(group / "memory.stat")
+            if line.startswith("inactive_file ")
+        ]
+        views.append(int(limit) - int(used) + sum(cached))
+    return max(min(views), 0)
+
+
+def admit(needed: Price, device: jax.Device, what: str) -> int:
+    """Returns the bytes available on `device`; raises PlanError when `needed` exceeds them.
+
+    When JAX's own share of the GPU is what is too small, the message says how to raise it.
+    """
+    available = device_bytes(device)
+    missing = needed.total_bytes - available
+    if missing <= 0:
+        return available
+    kind = "this machine's memory" if device.platform == "cpu" else device.device_kind
+    raise PlanError(
+        f"{what} needs {_size(needed.total_bytes)} (weights {_size(needed.weights_bytes)}, state "
+        f"{_size(needed.state_bytes)}, workspace {_size(needed.workspace_bytes)}); {kind} has "
+        f"{_size(available)} free: {_size(missing)} are missing. "
+        + _remedy(needed, available, device, os.environ)
+    )
+
+
+def _remedy(
+    needed: Price, available: int, device: jax.Device, environment: Mapping[str, str]
+) -> str:
+    if device.platform != "cpu":
+        fraction = float(environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _DEFAULT_FRACTION))
+        whole = int(device.memory_stats()["bytes_limit"] / fraction)
+        if needed.total_bytes <= whole * 0.95:
+            share = min(0.99, round(needed.total_bytes / whole + 0.03, 2))
+            return (
+                f"JAX has taken {fraction:.0%} of the GPU's {_size(whole)}: set "
+                f"XLA_PYTHON_CLIENT_MEM_FRACTION={share} (and end other programs on this GPU)"
+            )
+    if needed.weights_bytes > available:
+        return "The weights alone do not fit: use a device with more memory or a smaller model"
+    return (
+        "Lower config.prefill.chunk_tokens (smaller workspace) or config.prefill.max_tokens "
+        "(smaller state)"
+    )
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:  # not this kind of system, or not allowed to look
+        return []
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB ({count} bytes)"

@@ -1,0 +1,192 @@
+"""What happens during a run, as values; the bar, the plain lines and the metrics file subscribe.
+
+An observer is any callable that takes an event. Events arrive in order, on the calling thread,
+and their progress counts never decrease within one run.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsLoaded:
+    """Weights on the device so far: `done_bytes` of `total_bytes` as stored."""
+
+    done_bytes: int
+    total_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptStarted:
+    """A sequence of `tokens` tokens to read is next; `reused` more came with its state."""
+
+    prompt: int
+    prompts: int
+    name: str
+    tokens: int
+    reused: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkDone:
+    """The `tokens` tokens from `position` on have been read and their outputs delivered.
+
+    prompt, chunk     index of the sequence in the run and of the chunk in the sequence
+    rows              row shape that the chunk was padded to
+    seconds           wall time of this chunk, compilation included
+    compiled          programs compiled during this chunk, and `compile_seconds` for them
+    done, total       tokens read so far and tokens to read in the whole run
+    """
+
+    prompt: int
+    chunk: int
+    position: int
+    tokens: int
+    rows: int
+    seconds: float
+    compiled: int
+    compile_seconds: float
+    done: int
+    total: int
+
+
+Event = WeightsLoaded | PromptStarted | ChunkDone
+Observer = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """The observer that does nothing."""
+
+
+def fan_out(*observers: Observer) -> Observer:
+    """One observer that passes every event to all of `observers`, in this order."""
+
+    def observe(event: Event) -> None:
+        for observer in observers:
+            observer(event)
+
+    return observe
+
+
+def chunk_metrics(event: ChunkDone) -> dict[str, Any]:
+    """The line of metrics.jsonl for a chunk; every quantity has its unit in the key."""
+    return {
+        "schema": "ds4jax.chunk/1",
+        "prompt_index": event.prompt,
+        "chunk_index": event.chunk,
+        "position_tokens": event.position,
+        "chunk_tokens": event.tokens,
+        "row_shape_tokens": event.rows,
+        "seconds_s": round(event.seconds, 6),
+        "rate_tokens_per_s": round(event.tokens / event.seconds, 3) if event.seconds else None,
+        "compiled_programs": event.compiled,
+        "compile_s": round(event.compile_seconds, 6),
+        "done_tokens": event.done,
+        "total_tokens": event.total,
+    }
+
+
+def jsonl(file: IO[str]) -> Observer:
+    """Writes one JSON line per chunk to `file`, flushed, so that a stopped run keeps its lines."""
+
+    def observe(event: Event) -> None:
+        if isinstance(event, ChunkDone):
+            file.write(json.dumps(chunk_metrics(event)) + "\n")
+            file.flush()
+
+    return observe
+
+
+def plain(
+    stream: IO[str], interval_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+) -> Observer:
+    """Plain lines for logs: the ends of every phase, and between them one per `interval_s`."""
+    last_line_s = clock()
+
+    def observe(event: Event) -> None:
+        nonlocal last_line_s
+        match event:
+            case PromptStarted():
+                line, due = _start_line(event), True
+            case WeightsLoaded():
+                due = event.done_bytes >= event.total_bytes
+                line = f"loaded {_gib(event.done_bytes)} of {_gib(event.total_bytes)}"
+                if event.seconds:
+                    line += f" at {event.done_bytes / event.seconds / 1e9:.2f} GB/s"
+            case ChunkDone():
+                due = event.chunk == 0 or event.done == event.total
+                line = (
+                    f"read {event.done} of {event.total} tokens "
+                    f"({100 * event.done / event.total:.0f} %), "
+                    f"{event.tokens / max(event.seconds, 1e-9):.1f} tokens/s in the last chunk"
+                )
+                if event.compiled:
+                    line += f", {event.compile_seconds:.1f} s of it compiling"
+        if due or clock() - last_line_s >= interval_s:
+            last_line_s = clock()
+            stream.write(line + "\n")
+            stream.flush()
+
+    return observe
+
+
+class Bar:
+    """A progress bar for terminals; use as a context manager around the run."""
+
+    def __init__(self, stream: IO[str]):
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(file=stream),
+        )
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> "Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case WeightsLoaded():
+                rate = f"{event.done_bytes / max(event.seconds, 1e-9) / 1e9:.2f} GB/s"
+                self._update("weights", event.done_bytes, event.total_bytes, rate)
+            case PromptStarted():
+                self._progress.console.print(_start_line(event), highlight=False)
+            case ChunkDone():
+                rate = f"{event.tokens / max(event.seconds, 1e-9):.1f} tokens/s"
+                self._update("prefill", event.done, event.total, rate)
+
+    def _update(self, phase: str, done: int, total: int, rate: str) -> None:
+        if phase not in self._tasks:
+            self._tasks[phase] = self._progress.add_task(phase, total=total, rate="")
+        self._progress.update(self._tasks[phase], completed=done, total=total, rate=rate)
+
+
+def _start_line(event: PromptStarted) -> str:
+    reused = f", {event.reused} reused from the saved state" if event.reused else ""
+    return f"prompt {event.prompt + 1} of {event.prompts} ({event.name}): {event.tokens} tokens{reused}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.3f} GiB"

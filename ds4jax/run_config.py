@@ -1,0 +1,299 @@
+"""How a model is run: the frozen `RunConfig`, read from TOML, with dotted overrides.
+
+A key is called `config.SECTION.NAME` everywhere: in error messages, on the command line and, with
+SECTION as a table, in the TOML file.
+"""
+
+import dataclasses
+import difflib
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ds4jax.config import PRESETS, SIMULATIONS, ConfigError, Numerics
+
+LOGITS_MODES = ("last", "all", "none", "logprobs")
+PROMPT_FORMS = ("text", "chat", "thinking")
+EFFORTS = ("none", "high", "max")
+EFFORT_TEXTS = ("original", "0731")
+
+
+def _key(
+    default: Any, help: str, *, choices: tuple[str, ...] | None = None, minimum: int | None = None
+) -> Any:
+    """A leaf of the run configuration: default, help text and the values it may take."""
+    metadata = {"help": help, "choices": choices, "minimum": minimum}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class _Section:
+    """Checks the leaves of a section against the limits that `_key` declares."""
+
+    prefix = ""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(typing.cast(Any, self)):
+            _check_limits(f"{self.prefix}.{field.name}", getattr(self, field.name), field.metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class NumericsConfig(_Section):
+    """Which roundings are made; `resolve` gives the setting itself."""
+
+    prefix = "config.numerics"
+
+    preset: str = _key(
+        "official",
+        "Named roundings: oracle = float32 without simulations, bfloat16 = bfloat16 without "
+        "simulations, official = bfloat16 with q1, q2 and q3.",
+        choices=tuple(PRESETS),
+    )
+    compute: str | None = _key(
+        None, "Replaces the preset's compute dtype.", choices=("float32", "bfloat16")
+    )
+    simulate: tuple[str, ...] | None = _key(
+        None,
+        "Replaces the preset's simulated quantisations: any of q1, q2, q3, comma separated, or "
+        "none.",
+        choices=(*SIMULATIONS, "none"),
+    )
+
+    def resolve(self) -> Numerics:
+        """The preset with the replacements applied."""
+        preset = PRESETS[self.preset]
+        simulate = preset.simulate if self.simulate is None else self.simulate
+        if "none" in simulate and len(simulate) > 1:
+            raise ConfigError(
+                f"config.numerics.simulate is {','.join(simulate)!r}: 'none' stands alone, "
+                f"expected it or any of {', '.join(SIMULATIONS)}"
+            )
+        return Numerics(
+            self.compute or preset.compute, () if simulate == ("none",) else tuple(simulate)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillConfig(_Section):
+    """How prompts are read and what is kept of the result."""
+
+    prefix = "config.prefill"
+
+    chunk_tokens: int = _key(
+        8192,
+        "Tokens per chunk. Part of what fixes the output bits: equal bits are promised for equal "
+        "chunk_tokens only.",
+        minimum=1,
+    )
+    logits: str = _key(
+        "last",
+        "last = logits of the last token; all = of every token (4 * vocab bytes each); logprobs = "
+        "log-probability of every next token and the most likely ones; none.",
+        choices=LOGITS_MODES,
+    )
+    top_logprobs: int = _key(
+        8, "How many of the most likely next tokens logits=logprobs keeps per token.", minimum=1
+    )
+    save_state: bool = _key(
+        False, "Whether the state after each prompt is saved in the output folder."
+    )
+    max_tokens: int | None = _key(
+        None,
+        "Tokens that the state has room for. Default: the smallest of 8192 * 4^k that holds the "
+        "prompt.",
+        minimum=1,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptConfig(_Section):
+    """The prompts of a run and the form in which text is put to the model."""
+
+    prefix = "config.prompt"
+
+    text: tuple[str, ...] = _key((), "Prompt texts; on the command line repeat the flag.")
+    file: str | None = _key(None, "UTF-8 file with one prompt.")
+    prompts_file: str | None = _key(
+        None,
+        'JSON lines, one prompt each: {"text": ...}, {"messages": [...], "tools": [...]} or '
+        '{"tokens": [...]}; "name" is optional.',
+    )
+    tokens: str | None = _key(None, "A .npy file with the token ids of one prompt.")
+    form: str = _key(
+        "text",
+        "text = the text after the begin-of-sentence mark; chat or thinking = a user turn that the "
+        "assistant answers without or with reasoning.",
+        choices=PROMPT_FORMS,
+    )
+    effort: str = _key("none", "Reasoning effort of the form thinking.", choices=EFFORTS)
+    effort_texts: str = _key(
+        "original",
+        "Whose wording of the effort paragraph: the first V4 releases or the 0731 revision.",
+        choices=EFFORT_TEXTS,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.sources()
+        if len(given) > 1:
+            raise ConfigError(
+                f"the prompt is given {len(given)} times, by "
+                f"{' and '.join(f'config.prompt.{name}' for name in given)}: give it once"
+            )
+
+    def sources(self) -> list[str]:
+        """Names of the fields that give a prompt."""
+        names = ("text", "file", "prompts_file", "tokens")
+        return [name for name in names if getattr(self, name)]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Everything about a run that is neither the checkpoint nor the machine."""
+
+    numerics: NumericsConfig = dataclasses.field(default_factory=NumericsConfig)
+    prefill: PrefillConfig = dataclasses.field(default_factory=PrefillConfig)
+    prompt: PromptConfig = dataclasses.field(default_factory=PromptConfig)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], where: str = "config") -> "RunConfig":
+        """Builds the configuration from nested tables; missing keys take their defaults.
+
+        Raises ConfigError for unknown keys (with the nearest name), wrong types and values that
+        are out of range. `where` names the origin of the values in messages.
+        """
+        return _build(cls, values, where, "config")
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str]) -> "RunConfig":
+        """Reads a TOML file whose tables are the sections."""
+        try:
+            with open(path, "rb") as file:
+                values = tomllib.load(file)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"--config: {os.fspath(path)} does not exist; the files that come with ds4jax are "
+                "in configs/runs"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"--config: {os.fspath(path)} cannot be read ({error.strerror}): expected a TOML "
+                "file"
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{os.fspath(path)} is not TOML: {error}; expected tables such as [prefill]"
+            ) from None
+        return cls.from_mapping(values, os.fspath(path))
+
+    def replace(self, overrides: Mapping[str, Any]) -> "RunConfig":
+        """The same configuration with some leaves changed.
+
+        overrides: dotted keys, with or without the leading `config.`, for example
+        {"prefill.chunk_tokens": 1024}.
+        """
+        tree: dict[str, Any] = {}
+        for key, value in overrides.items():
+            *sections, name = key.removeprefix("config.").split(".")
+            table = tree
+            for section in sections:
+                table = table.setdefault(section, {})
+            table[name] = value
+        return _build(type(self), tree, "override", "config", base=self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, as `from_mapping` takes them; unset keys are left out."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: plain(item) for key, item in value.items() if item is not None}
+            return list(value) if isinstance(value, tuple) else value
+
+        return plain(dataclasses.asdict(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One key of a configuration: dotted name, plain type, whether it may be unset, limits."""
+
+    key: str
+    type: Any
+    optional: bool
+    default: Any
+    help: str
+    choices: tuple[str, ...] | None
+    minimum: int | None
+
+
+def leaves(cls: type = RunConfig, prefix: str = "config") -> Iterator[Leaf]:
+    """All keys below the dataclass `cls`, in order of declaration."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        key = f"{prefix}.{field.name}"
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from leaves(hints[field.name], key)
+            continue
+        kind, optional = _plain_type(hints[field.name])
+        limits = {name: field.metadata[name] for name in ("help", "choices", "minimum")}
+        yield Leaf(key, kind, optional, field.default, **limits)
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """A closing remark for messages about an unknown name: the nearest known one, or all."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+
+
+def _plain_type(hint: Any) -> tuple[Any, bool]:
+    """(type without None, whether None was allowed)."""
+    if isinstance(hint, types.UnionType):
+        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+        return members[0], True
+    return hint, False
+
+
+def _build(cls: Any, values: Any, where: str, prefix: str, base: Any = None) -> Any:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: {prefix} is {values!r}, expected a table of keys")
+    hints = typing.get_type_hints(cls)
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}.{name}"
+        if name not in hints:
+            known = [f"{prefix}.{field.name}" for field in dataclasses.fields(cls)]
+            raise ConfigError(f"{where}: unknown key {key}, {nearest(key, known)}")
+        if dataclasses.is_dataclass(hints[name]):
+            part = getattr(base, name) if base is not None else None
+            arguments[name] = _build(hints[name], value, where, key, part)
+        else:
+            arguments[name] = _convert(value, hints[name], where, key)
+    return dataclasses.replace(base, **arguments) if base is not None else cls(**arguments)
+
+
+def _convert(value: Any, hint: Any, where: str, key: str) -> Any:
+    kind, optional = _plain_type(hint)
+    if value is None and optional:
+        return None
+    if typing.get_origin(kind) is tuple:
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        wanted = "a list of strings"
+    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    else:
+        wanted = {int: "a whole number", str: "a string", bool: "true or false"}[kind]
+    raise ConfigError(f"{where}: {key} is {value!r}, expected {wanted}")
+
+
+def _check_limits(key: str, value: Any, limits: Mapping[str, Any]) -> None:
+    choices, minimum = limits["choices"], limits["minimum"]
+    for item in value if isinstance(value, tuple) else (value,):
+        if choices and item is not None and item not in choices:
+            raise ConfigError(f"{key} is {item!r}, expected one of {', '.join(choices)}")
+        if minimum is not None and item is not None and item < minimum:
+            raise ConfigError(f"{key} is {item}, expected a whole number of at least {minimum}")
