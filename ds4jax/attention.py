@@ -21,9 +21,8 @@ from ds4jax.layers import (
     rms_norm,
     rope_frequencies,
     rope_table,
-    wide_product,
 )
-from ds4jax.quant import QTensor, abstract_fp8, abstract_plain, dequantize
+from ds4jax.quant import abstract_fp8, abstract_plain, dequantize
 from pallas_kernels import codecs, compressor, indexer, sparse_attention, window_attention
 
 KV_QUANT_BLOCK = 64  # channels that share a scale in the FP8 rounding of keys (q2)
@@ -33,13 +32,13 @@ KV_QUANT_BLOCK = 64  # channels that share a scale in the FP8 rounding of keys (
 class Compressor(nnx.Module):
     """Turns every `ratio` tokens into one entry: a per-channel gated mean, then a norm.
 
-    wkv, wgate  [w, D] as QTensor without scales; products in float32
+    wkv, wgate  [w, D], float32 products
     ape         [ratio, w] float32, added to the gates by absolute position mod ratio
     norm        [w / 2] if blocks overlap (ratio 4), [w] otherwise
     """
 
-    wkv: QTensor = nnx.data()
-    wgate: QTensor = nnx.data()
+    wkv: Linear = nnx.data()
+    wgate: Linear = nnx.data()
     ape: jax.Array = nnx.data()
     norm: RMSNorm = nnx.data()
     ratio: int = nnx.static()
@@ -53,8 +52,8 @@ class Compressor(nnx.Module):
         return  normed entries [nb, d] in the compute dtype, entry i of the result being block
                 position // ratio + i (rows of blocks still open hold no meaning), and the carry
         """
-        values = wide_product(inputs, self.wkv.codes)
-        gates = wide_product(inputs, self.wgate.codes) + self.ape[chunk.positions % self.ratio]
+        values = self.wkv.wide(inputs)
+        gates = self.wgate.wide(inputs) + self.ape[chunk.positions % self.ratio]
         entries, _, _, carry = compressor.compress(
             values,
             gates,
@@ -318,8 +317,8 @@ def abstract_norm(config: ModelConfig, channels: int) -> RMSNorm:
 def _abstract_compressor(config: ModelConfig, ratio: int, channels: int) -> Compressor:
     width = 2 * channels if ratio == OVERLAPPED_RATIO else channels
     return Compressor(
-        abstract_plain(width, config.hidden_size),
-        abstract_plain(width, config.hidden_size),
+        Linear(abstract_plain(width, config.hidden_size)),
+        Linear(abstract_plain(width, config.hidden_size)),
         jax.ShapeDtypeStruct((ratio, width), jnp.float32),
         abstract_norm(config, channels),
         ratio,

@@ -59,6 +59,10 @@ class Linear(nnx.Module):
             dtype=numerics.dtype,
         )
 
+    def wide(self, x: jax.Array) -> jax.Array:
+        """x [T, K] -> [T, N] float32 by `wide_product`; for weights without scales."""
+        return wide_product(x, self.weight.codes)
+
 
 def wide_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x @ weight^T as float32 without any rounding of operands or result: [T, K], [N, K] -> [T, N].
