@@ -1,0 +1,111 @@
+"""The routed experts of one MoE layer: expert weights applied to the rows routed to them.
+
+Every call writes its own slots of a [T, k, D] buffer, and one combine adds the k slots of a token
+in slot order: results do not depend on which call, buffer or device an expert was in.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import codecs, support
+from pallas_kernels.routed_experts import reference
+from pallas_kernels.routed_experts.slab import ExpertSlab
+
+__all__ = ["ExpertSlab", "combine_slots", "expert_slots"]
+
+
+def expert_slots(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    slabs: tuple[ExpertSlab, ...],
+    where: jax.Array,
+    *,
+    limit: float,
+    quantize_input: bool,
+    slots: jax.Array | None = None,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Outputs of the experts in `slabs` for the rows routed to them, one slot per routed row.
+
+    x         bf16 or f32 [T, D].
+    ids       i32 [T, k]: expert of each slot, distinct in a row, -1 for none.
+    weights   f32 [T, k]: routing weights.
+    slabs     expert weights, any number of buffers of any size; they are read where they are.
+    where     i32 [E]: row of the expert in the concatenation of the slabs, -1 when it is in none.
+    limit     bound of the activations before SiLU.
+    quantize_input  rounds the inputs of both products to E4M3 with one power-of-two scale per 128
+              channels, as the published inference code does.
+    slots     the result of an earlier call for other experts of the same rows, to be completed
+              (donate it: it is updated in place).
+    return    [T, k, D] of x.dtype, T * k * D * itemsize bytes. Slots of experts that are not in
+              this call keep their content; without `slots` that is NaN, and 0 where the id is -1.
+              So an expert that no call served shows as NaN.
+
+    With g = x @ w1^T and u = x @ w3^T in float32, a slot is
+    round(round(silu(min(g, limit)) * clip(u, -limit, limit) * weight) @ w2^T), rounding to x.dtype.
+    The bits of a slot depend on its token's x, its weight, the expert's weights, T and the
+    implementation; not on other rows, nor on how experts are divided over slabs and calls.
+
+    Raises ValueError for shapes or dtypes that do not fit, NotImplementedError when the
+    implementation asked for cannot run here.
+    """
+    _check(x, ids, weights, slabs, where, slots)
+    implementation = implementation or "reference"
+    reason = support.unsupported(implementation, support.default_device(), interpret=interpret)
+    support.require(implementation, reason)
+    if slots is None:
+        fill = jnp.where(ids >= 0, jnp.nan, 0.0).astype(x.dtype)
+        slots = jnp.broadcast_to(fill[..., None], (*ids.shape, x.shape[1]))
+    slabs_present = tuple(slab for slab in slabs if slab.experts)
+    if not slabs_present or ids.size == 0:
+        return slots
+    return reference.expert_slots(
+        x, ids, weights, slabs_present, where, slots, limit=limit, quantize_input=quantize_input
+    )
+
+
+def combine_slots(slots: jax.Array, shared: jax.Array) -> jax.Array:
+    """Sum over the slots of each token, in slot order, plus the shared expert; one rounding.
+
+    slots   [T, k, D], as written by `expert_slots`.
+    shared  [T, D] of the same dtype.
+    return  [T, D]; additions are float32.
+    """
+    tokens, k, hidden = slots.shape
+    if shared.shape != (tokens, hidden) or shared.dtype != slots.dtype:
+        raise ValueError(
+            f"shared is {shared.dtype}{list(shared.shape)}, expected "
+            f"{slots.dtype}{[tokens, hidden]} for slots {list(slots.shape)}"
+        )
+    total = slots[:, 0].astype(jnp.float32)
+    for slot in range(1, k):
+        total += slots[:, slot].astype(jnp.float32)
+    return codecs.round_to(total + shared.astype(jnp.float32), slots.dtype)
+
+
+def _check(x, ids, weights, slabs, where, slots):
+    if x.ndim != 2 or x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"x is {x.dtype}{list(x.shape)}, expected bfloat16 or float32 [T, D]")
+    tokens, hidden = x.shape
+    if ids.ndim != 2 or ids.shape[0] != tokens or ids.dtype != jnp.int32:
+        raise ValueError(f"ids is {ids.dtype}{list(ids.shape)}, expected int32 [{tokens}, k]")
+    if weights.shape != ids.shape or weights.dtype != jnp.float32:
+        raise ValueError(
+            f"weights is {weights.dtype}{list(weights.shape)}, expected float32{list(ids.shape)}"
+        )
+    if where.ndim != 1 or where.dtype != jnp.int32:
+        raise ValueError(f"where is {where.dtype}{list(where.shape)}, expected int32 [E]")
+    for index, slab in enumerate(slabs):
+        slab.check()
+        if slab.hidden != hidden or slab.width != slabs[0].width:
+            raise ValueError(
+                f"slab {index} has D={slab.hidden}, F={slab.width}: expected D={hidden} (x) and "
+                f"F={slabs[0].width} (slab 0)"
+            )
+    shape = (*ids.shape, hidden)
+    if slots is not None and (slots.shape != shape or slots.dtype != x.dtype):
+        raise ValueError(
+            f"slots is {slots.dtype}{list(slots.shape)}, expected {x.dtype}{list(shape)}"
+        )
