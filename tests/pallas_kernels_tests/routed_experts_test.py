@@ -1,4 +1,4 @@
-"""Routed experts against exact arithmetic; the bits of a slot under every regrouping of the work."""
+"""Routed experts against exact arithmetic; the bits of a slot under every regrouping of work."""
 
 import dataclasses
 import functools
