@@ -8,8 +8,10 @@ quantised `X.weight` has its E8M0 scales in `X.scale`. Dimension names are resol
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
+from typing import Literal
 
+import numpy as np
 from absl import logging
 
 from ds4jax.checkpoint.source import CheckpointError, TensorInfo, TensorSource
@@ -17,8 +19,13 @@ from ds4jax.config import OVERLAPPED_RATIO, ModelConfig
 from ds4jax.quant import FP8_BLOCK
 
 FP4_BLOCK = 32  # one E8M0 byte covers 32 consecutive inputs of an FP4 weight row
-EXPERT_FORMATS = {"I8": "fp4", "F8_E4M3": "fp8", "BF16": "bf16", "F32": "f32"}
-EXPERT_MATRICES = ("w1", "w2", "w3")  # gate, down, up
+ExpertFormat = Literal["fp4", "fp8", "bf16", "f32"]
+EXPERT_FORMATS: Mapping[str, ExpertFormat] = {
+    "I8": "fp4",
+    "F8_E4M3": "fp8",
+    "BF16": "bf16",
+    "F32": "f32",
+}
 
 # Components of `component_of`, in the order of reports.
 COMPONENTS = (
@@ -208,14 +215,21 @@ def mtp_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     dimensions = _dimensions(config, 0, False)
     result = dict(_specs(_LAYER_ROWS, "mtp.0.", "block.", dimensions))
     for expert in range(config.n_routed_experts):
-        result |= _specs(_EXPERT_ROWS, f"mtp.0.ffn.experts.{expert}.", None, dimensions)
+        result |= _specs(_EXPERT_ROWS, expert_prefix("mtp.0", expert), None, dimensions)
     result |= _specs(_MTP_ROWS + _HEAD_ROWS, "mtp.0.", "", dimensions)
     return result
 
 
-def expert_prefix(layer: int, expert: int) -> str:
-    """Name prefix of the matrices of one routed expert."""
-    return f"layers.{layer}.ffn.experts.{expert}."
+def expert_specs(config: ModelConfig) -> dict[str, TensorSpec]:
+    """The matrices of one routed expert: "w1" (gate), "w2" (down) and "w3" (up)."""
+    rows = _specs(_EXPERT_ROWS, "", None, _dimensions(config, 0, False))
+    return {name.removesuffix(".weight"): spec for name, spec in rows}
+
+
+def expert_prefix(layer: int | str, expert: int) -> str:
+    """Name prefix of the matrices of one routed expert of a main layer, or of "mtp.0"."""
+    block = f"layers.{layer}" if isinstance(layer, int) else layer
+    return f"{block}.ffn.experts.{expert}."
 
 
 def stored_info(spec: TensorSpec, dtype: str) -> TensorInfo:
@@ -267,11 +281,10 @@ def official_header(
 class Contents:
     """What a complete checkpoint holds.
 
-    expert_format  "fp4", "fp8", "bf16" or "f32"
-    skipped        one phrase for each group of tensors that prefill does not use
+    skipped  one phrase for each group of tensors that prefill does not use
     """
 
-    expert_format: str
+    expert_format: ExpertFormat
     skipped: tuple[str, ...]
 
     def log_skipped(self) -> None:
@@ -301,51 +314,85 @@ def check_complete(source: TensorSource) -> Contents:
     image routing bias of vision variants are recognised and not checked.
     """
     infos = source.infos()
-    problems: list[str] = []
-    known: set[str] = set()
-    expert_dtypes: dict[str, str] = {}
-    for name, spec in expected_tensors(source.config).items():
-        known.add(name)
-        info = infos.get(name)
-        if info is None:
-            problems.append(f"missing: {name} {list(spec.shape)} {spec.dtype}")
-            known.add(scale_name(name))
-            continue
-        if info.dtype not in spec.dtypes:
-            problems.append(
-                f"wrong dtype: {name} is {info.dtype}, expected {' or '.join(spec.dtypes)}"
-            )
-            known.add(scale_name(name))
-            continue
-        if spec.component == "experts":
-            expert_dtypes.setdefault(info.dtype, name)
-        wanted = {name: stored_info(spec, info.dtype)}
-        scales = scale_info(spec, info.dtype)
-        if scales is not None:
-            known.add(scale_name(name))
-            wanted[scale_name(name)] = scales
-        for part, expected in wanted.items():
-            problems.extend(_differences(part, infos.get(part), expected))
-    unexpected, skipped = [], []
-    kind = drafter(infos)
-    if kind is not None:
-        count = sum(name.startswith("mtp.") for name in infos)
-        skipped.append(f"mtp.* ({kind} draft model, {count} tensors), not used by prefill")
+    comparison = _Comparison(infos, expected_tensors(source.config))
+    skipped = []
+    draft = [name for name in infos if name.startswith("mtp.")]
+    if draft:
+        skipped.append(
+            f"mtp.* ({drafter(infos)} draft model, {len(draft)} tensors): not used by prefill"
+        )
     image = [name for name in infos if _IMAGE_BIAS.fullmatch(name)]
     if image:
         skipped.append(f"ffn.gate.bias_vl (image routing bias, {len(image)} tensors): text only")
-    for name in infos:
-        if name not in known and not name.startswith("mtp.") and name not in image:
-            unexpected.append(f"unexpected: {name}{_unexpected_hint(name)}")
-    problems += unexpected
-    if len(expert_dtypes) > 1:
-        problems.append(
-            "experts are stored in several formats, expected one: "
-            + ", ".join(f"{dtype} ({name})" for dtype, name in expert_dtypes.items())
+    expert_format = comparison.finish("checkpoint", {*draft, *image})
+    return Contents(expert_format, tuple(skipped))
+
+
+def check_mtp(source: TensorSource) -> ExpertFormat:
+    """Compares `mtp.0.*` with the multi-token-prediction block; returns its expert format.
+
+    Raises CheckpointError as `check_complete` does, also when the draft model is another one.
+    """
+    infos = source.infos()
+    kind = drafter(infos)
+    if kind != "MTP":
+        raise CheckpointError(
+            f"the checkpoint has {kind or 'no'} draft model, expected the multi-token-prediction "
+            "block (mtp.0 with enorm): only the original V4-Flash and V4-Pro files hold one"
         )
-    if problems:
-        raise CheckpointError.listing("the tensors do not fit config.json", problems)
-    return Contents(EXPERT_FORMATS[next(iter(expert_dtypes))], tuple(skipped))
+    comparison = _Comparison(infos, mtp_tensors(source.config))
+    main = {name for name in infos if not name.startswith("mtp.")}
+    return comparison.finish("mtp.0 block", main)
+
+
+class _Comparison:
+    """Tensors of a header against expected ones; collects every difference."""
+
+    def __init__(self, infos: Mapping[str, TensorInfo], specs: Mapping[str, TensorSpec]) -> None:
+        self.infos = infos
+        self.problems: list[str] = []
+        self.known: set[str] = set()
+        self.expert_dtypes: dict[str, str] = {}  # dtype -> a tensor that has it
+        for name, spec in specs.items():
+            self._compare(name, spec)
+
+    def _compare(self, name: str, spec: TensorSpec) -> None:
+        self.known.add(name)
+        info = self.infos.get(name)
+        if info is None or info.dtype not in spec.dtypes:
+            # How the weight should have been stored is unknown, so its scales are not judged.
+            self.known.add(scale_name(name))
+            self.problems.append(
+                f"missing: {name} {list(spec.shape)} {spec.dtype}"
+                if info is None
+                else f"wrong dtype: {name} is {info.dtype}, expected {' or '.join(spec.dtypes)}"
+            )
+            return
+        if spec.component == "experts":
+            self.expert_dtypes.setdefault(info.dtype, name)
+        parts = {name: stored_info(spec, info.dtype)}
+        scales = scale_info(spec, info.dtype)
+        if scales is not None:
+            self.known.add(scale_name(name))
+            parts[scale_name(name)] = scales
+        for part, expected in parts.items():
+            self.problems.extend(_differences(part, self.infos.get(part), expected))
+
+    def finish(self, what: str, others: Set[str]) -> ExpertFormat:
+        """Raises what was found, unexpected names that are not in `others` included."""
+        problems = self.problems + [
+            f"unexpected: {name}{_unexpected_hint(name)}"
+            for name in self.infos
+            if name not in self.known and name not in others
+        ]
+        if len(self.expert_dtypes) > 1:
+            problems.append(
+                "experts are stored in several formats, expected one: "
+                + ", ".join(f"{dtype} ({name})" for dtype, name in self.expert_dtypes.items())
+            )
+        if problems:
+            raise CheckpointError.listing(f"the {what} does not fit its config.json", problems)
+        return EXPERT_FORMATS[next(iter(self.expert_dtypes))]
 
 
 def _differences(name: str, found: TensorInfo | None, expected: TensorInfo) -> Iterator[str]:
@@ -366,9 +413,57 @@ def _unexpected_hint(name: str) -> str:
     return ""
 
 
-def expert_format(source: TensorSource) -> str:
-    """How the routed experts are stored: "fp4", "fp8", "bf16" or "f32"."""
-    return EXPERT_FORMATS[source.info(expert_prefix(0, 0) + "w1.weight").dtype]
+def expert_format(source: TensorSource, layer: int | str = 0) -> ExpertFormat:
+    """How the routed experts of a layer are stored: "fp4", "fp8", "bf16" or "f32"."""
+    name = expert_prefix(layer, 0) + "w1.weight"
+    dtype = source.info(name).dtype
+    if dtype not in EXPERT_FORMATS:
+        raise CheckpointError(f"{name} is {dtype}, expected one of {', '.join(EXPERT_FORMATS)}")
+    return EXPERT_FORMATS[dtype]
+
+
+def resident_bytes(config: ModelConfig, infos: Mapping[str, TensorInfo] | None = None) -> int:
+    """Bytes of the arrays of `load.load_resident`: the main model without routed experts.
+
+    infos  the header of a checkpoint; the published storage formats without it
+    """
+    if infos is None:
+        infos = official_header(config, mtp=False)
+    total = 0
+    for name, spec in expected_tensors(config).items():
+        if spec.component == "experts":
+            continue
+        info = infos[name]
+        loaded = loaded_dtype(spec, info)
+        total += math.prod(info.shape) * loaded.itemsize
+        if scale_info(spec, info.dtype) is not None:
+            total += infos[scale_name(name)].nbytes
+    return total
+
+
+def loaded_dtype(spec: TensorSpec, info: TensorInfo) -> np.dtype:
+    """Dtype that a resident tensor has in memory.
+
+    Token tables become int32, tensors that the format keeps in float32 are float32 even if a file
+    has them in bfloat16; everything else stays as it is stored.
+    """
+    if spec.dtype == "I64":
+        return np.dtype(np.int32)
+    return np.dtype(np.float32) if spec.dtype == "F32" else info.numpy_dtype
+
+
+def expert_bytes(config: ModelConfig, infos: Mapping[str, TensorInfo] | None = None) -> int:
+    """Bytes of one routed expert, scales included, as it is stored and moved.
+
+    infos  the header of a checkpoint; the published FP4 format without it
+    """
+    total = 0
+    for matrix, spec in expert_specs(config).items():
+        name = f"{expert_prefix(0, 0)}{matrix}.weight"
+        dtype = spec.dtype if infos is None else infos[name].dtype
+        scales = scale_info(spec, dtype)
+        total += stored_info(spec, dtype).nbytes + (0 if scales is None else scales.nbytes)
+    return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,6 +499,4 @@ def component_sizes(infos: Mapping[str, TensorInfo]) -> dict[str, Size]:
         dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.nbytes
     order = [name for name in COMPONENTS if name in tensors]
     order += sorted(name for name in tensors if name not in COMPONENTS)
-    return {
-        name: Size(tensors[name], sum(nbytes[name].values()), nbytes[name]) for name in order
-    }
+    return {name: Size(tensors[name], sum(nbytes[name].values()), nbytes[name]) for name in order}

@@ -15,7 +15,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -24,8 +24,6 @@ from ds4jax.checkpoint.source import TensorInfo, TensorSource
 from ds4jax.config import ModelConfig
 
 WORDS_PER_STEP = 1 << 16  # words hashed at once: the temporaries stay in the cache of a core
-
-Words = TypeVar("Words")  # a numpy or JAX array of uint32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +34,8 @@ class Recipe:
     offset: int
 
 
-def hash_words(index: Words, key: tuple[int, int]) -> Words:
-    """Mixes uint32 indices with a 64-bit key; numpy arrays are overwritten and returned."""
+def hash_words(index: Any, key: tuple[int, int]) -> Any:
+    """Mixes uint32 indices (numpy or JAX) with a 64-bit key; numpy arrays are overwritten."""
     low, high = (np.uint32(part) for part in key)
     index ^= low
     index ^= index >> np.uint32(16)

@@ -1,0 +1,1 @@
+"""Checkpoints: reading the published format, converting it, making one up, saving state."""

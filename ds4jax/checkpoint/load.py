@@ -1,0 +1,167 @@
+"""From a tensor source to the modules and slabs that the model runs on."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ds4jax import model, mtp
+from ds4jax.checkpoint import keys
+from ds4jax.checkpoint.source import CheckpointError, TensorSource
+from ds4jax.config import ModelConfig
+from ds4jax.quant import QTensor
+from pallas_kernels.routed_experts import ExpertSlab
+
+E8M0_NAN = 255
+
+
+def load_resident(source: TensorSource, *, device: jax.Device | None = None) -> model.Transformer:
+    """The main model without routed experts, placed on `device` (JAX's default without it).
+
+    Values keep their storage dtype, see `keys.loaded_dtype`. The host holds one layer at a time.
+    Raises CheckpointError when the checkpoint is incomplete, a scale is NaN or a token table
+    names an expert that does not exist.
+    """
+    keys.check_complete(source).log_skipped()
+    specs = keys.expected_tensors(source.config)
+    return _fill_tree(source, model.abstract(source.config), specs, device)
+
+
+def load_mtp(source: TensorSource, *, device: jax.Device | None = None) -> mtp.MTPBlock:
+    """The multi-token-prediction block without its routed experts; errors as `load_resident`.
+
+    Its experts come from `load_expert_slab(source, "mtp.0", experts)`.
+    """
+    keys.check_mtp(source)
+    specs = keys.mtp_tensors(source.config)
+    return _fill_tree(source, mtp.abstract_mtp(source.config), specs, device)
+
+
+def _fill_tree(
+    source: TensorSource, tree: Any, specs: Mapping[str, keys.TensorSpec], device: Any
+) -> Any:
+    """`tree` of ShapeDtypeStructs with the tensors of `specs` in their place."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda leaf: isinstance(leaf, QTensor)
+    )
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    is_matrix = {
+        path: isinstance(leaf, QTensor) for path, (_, leaf) in zip(paths, leaves, strict=True)
+    }
+    groups: dict[str, dict[str, keys.TensorSpec]] = {}
+    for name, spec in specs.items():
+        if spec.path:
+            layer = re.match(r"layers\.\d+", name)
+            groups.setdefault(layer[0] if layer else name, {})[name] = spec
+    loaded: dict[str, Any] = {}
+    for group in groups.values():
+        names = list(group)
+        for name, spec in group.items():
+            if keys.scale_info(spec, source.info(name).dtype) is not None:
+                names.append(keys.scale_name(name))
+        arrays = source.read_many(names)
+        for name, spec in group.items():
+            scales = arrays.get(keys.scale_name(name))
+            if scales is not None:
+                scales = scales.view(np.uint8)
+                require_numbers(keys.scale_name(name), scales)
+            if spec.dtype == "I64":
+                _require_experts(name, arrays[name], source.config.n_routed_experts)
+            dtype = keys.loaded_dtype(spec, source.info(name))
+            values = jax.device_put(arrays[name].astype(dtype, copy=False), device)
+            placed = None if scales is None else jax.device_put(scales, device)
+            loaded[spec.path] = QTensor(values, placed) if is_matrix[spec.path] else values
+    return jax.tree_util.tree_unflatten(treedef, [loaded[path] for path in paths])
+
+
+def require_numbers(name: str, scales: np.ndarray) -> None:
+    """Raises CheckpointError when a scale byte (uint8, any shape) is 255, the NaN of E8M0."""
+    if scales.max(initial=0) == E8M0_NAN:
+        position = [int(index[0]) for index in np.nonzero(scales == E8M0_NAN)]
+        count = int(np.count_nonzero(scales == E8M0_NAN))
+        raise CheckpointError(
+            f"{name}{position} is NaN (byte 255), {count} such scales in the tensor: expected "
+            "powers of two, fetch the checkpoint again"
+        )
+
+
+def _require_experts(name: str, table: np.ndarray, experts: int) -> None:
+    wrong = (table < 0) | (table >= experts)
+    if wrong.any():
+        position = [int(index[0]) for index in np.nonzero(wrong)]
+        raise CheckpointError(
+            f"{name}{position} is {int(table[tuple(position)])}, expected an expert 0.."
+            f"{experts - 1}: {int(wrong.sum())} entries are out of range"
+        )
+
+
+def empty_expert_slab(config: ModelConfig, format: keys.ExpertFormat, experts: int) -> ExpertSlab:
+    """A slab of uninitialised numpy arrays for `experts` experts stored in `format`."""
+    specs = keys.expert_specs(config)
+    dtype = next(dtype for dtype, name in keys.EXPERT_FORMATS.items() if name == format)
+
+    def stack(info_of: Any, names: tuple[str, ...]) -> Any:
+        infos = [info_of(specs[name], dtype) for name in names]
+        if infos[0] is None:
+            return None
+        rows = sum(info.shape[0] for info in infos)
+        stored = infos[0].numpy_dtype
+        # Packed FP4 codes and E8M0 scales are bytes without a sign in memory.
+        bytes_like = np.dtype(np.uint8) if infos[0].dtype in ("I8", "F8_E8M0") else stored
+        return np.empty((experts, rows, infos[0].shape[1]), bytes_like)
+
+    gate_up, down = ("w1", "w3"), ("w2",)
+    return ExpertSlab(
+        stack(keys.stored_info, gate_up),
+        stack(keys.scale_info, gate_up),
+        stack(keys.stored_info, down),
+        stack(keys.scale_info, down),
+        format,
+    )
+
+
+def slab_parts(
+    slab: ExpertSlab, layer: int | str, experts: Sequence[int]
+) -> list[tuple[str, np.ndarray]]:
+    """Tensor names and the (contiguous) pieces of a numpy slab that hold them."""
+    parts = []
+    for row, expert in enumerate(experts):
+        prefix = keys.expert_prefix(layer, expert)
+        for suffix, both, down in (
+            ("weight", slab.gate_up, slab.down),
+            ("scale", slab.gate_up_scale, slab.down_scale),
+        ):
+            if both is not None:
+                both, down = np.asarray(both), np.asarray(down)
+                half = both.shape[1] // 2
+                parts.append((f"{prefix}w1.{suffix}", both[row, :half]))
+                parts.append((f"{prefix}w3.{suffix}", both[row, half:]))
+                parts.append((f"{prefix}w2.{suffix}", down[row]))
+    return parts
+
+
+def load_expert_slab(
+    source: TensorSource, layer: int | str, experts: Sequence[int], out: ExpertSlab | None = None
+) -> ExpertSlab:
+    """Routed experts of one layer as numpy arrays, read in parallel, in the given order.
+
+    layer    a main layer, or "mtp.0"
+    out      a slab of numpy arrays (page-locked ones for instance) that is filled and returned
+    Raises CheckpointError when a tensor is missing or one of its scales is NaN.
+    """
+    format = keys.expert_format(source, layer)
+    if out is None:
+        out = empty_expert_slab(source.config, format, len(experts))
+    elif out.format != format or out.experts != len(experts):
+        raise ValueError(
+            f"the slab holds {out.experts} {out.format} experts, {len(experts)} {format} experts "
+            f"of layer {layer} were asked for"
+        )
+    parts = slab_parts(out, layer, experts)
+    source.fill(parts)
+    for name, array in parts:
+        if name.endswith(".scale"):
+            require_numbers(name, array)
+    return out
