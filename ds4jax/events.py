@@ -184,8 +184,8 @@ class Bar:
 
 
 def _start_line(event: PromptStarted) -> str:
-    reused = f", {event.reused} reused from the saved state" if event.reused else ""
-    return f"prompt {event.prompt + 1} of {event.prompts} ({event.name}): {event.tokens} tokens{reused}"
+    line = f"prompt {event.prompt + 1} of {event.prompts} ({event.name}): {event.tokens} tokens"
+    return f"{line}, {event.reused} reused from the saved state" if event.reused else line
 
 
 def _gib(count: int) -> str:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: arrays written row by row, run.json, and a folder that is whole or absent."""
+"""What a run leaves behind: arrays written row by row, run.json, a folder whole or absent."""
 
 import contextlib
 import errno
@@ -80,8 +80,8 @@ def disk_errors(path: Path) -> Iterator[None]:
         place = Path(error.filename) if isinstance(error.filename, str) else path
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OutputError(
-                f"{place}: the disk is full ({_free_bytes(place)} bytes are free): free some space, "
-                "take another --out_dir, or keep less (config.prefill.logits, "
+                f"{place}: the disk is full ({_free_bytes(place)} bytes are free): free some "
+                "space, take another --out_dir, or keep less (config.prefill.logits, "
                 "config.prefill.save_state)"
             ) from None
         raise OutputError(

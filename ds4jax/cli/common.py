@@ -1,0 +1,102 @@
+"""What all commands share: flags without globals, exit codes, one JSON line on stdout."""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from absl import flags, logging
+
+from ds4jax.admission import PlanError
+from ds4jax.checkpoint.source import CheckpointError
+from ds4jax.config import ConfigError
+from ds4jax.report import OutputError
+from ds4jax.text import PromptError
+
+OK, INTERNAL_ERROR, USER_ERROR, STOPPED = 0, 1, 2, 130
+
+
+class UsageError(ValueError):
+    """A command line that cannot be run: names the flag and what was expected."""
+
+
+USER_ERRORS = (CheckpointError, ConfigError, OutputError, PlanError, PromptError, UsageError)
+
+
+class _Help(Exception):
+    """The user asked for help instead of a run."""
+
+
+def exit_code(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
+    """Runs `command` on the arguments (sys.argv by default) and turns errors into exit codes.
+
+    0 done; 2 something the user can mend, told in one message; 130 stopped by the user; 1 an error
+    of this program, with its traceback.
+    """
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.INFO)
+    logging.set_stderrthreshold(logging.INFO)
+    try:
+        return command(sys.argv if argv is None else argv)
+    except _Help as help:
+        print(help)
+        return OK
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt as error:
+        print(f"stopped: {error or 'nothing was written'}", file=sys.stderr)
+        return STOPPED
+    except Exception as error:
+        traceback.print_exc()
+        if "RESOURCE_EXHAUSTED" in str(error):
+            print(
+                "error: the device ran out of memory: lower config.prefill.chunk_tokens, and see "
+                "XLA_PYTHON_CLIENT_MEM_FRACTION for JAX's share of a GPU",
+                file=sys.stderr,
+            )
+        return INTERNAL_ERROR
+
+
+def parse_flags(flag_values: flags.FlagValues, argv: Sequence[str], doc: str) -> None:
+    """Parses `argv`; raises UsageError for unknown flags (with the nearest name) and bad values.
+
+    Every flag of `flag_values` is listed by --help, after `doc`.
+    """
+    flags.DEFINE_bool("help", False, "Show this help.", flag_values=flag_values)
+    try:
+        rest = flag_values(list(argv))[1:]
+    except flags.Error as error:
+        raise UsageError(f"{error} (--help lists all flags)") from None
+    if flag_values["help"].value:
+        raise _Help(_usage(flag_values, doc))
+    if rest:
+        raise UsageError(f"unexpected argument {rest[0]!r}: every argument is a --flag=value")
+
+
+def require_flag(flag_values: flags.FlagValues, name: str) -> str:
+    """The value of a flag that has to be given."""
+    value = flag_values[name].value
+    if not value:
+        raise UsageError(f"--{name} is missing: {flag_values[name].help}")
+    return value
+
+
+def print_result(result: Mapping[str, Any]) -> None:
+    """The result of a command: one line of JSON, the last one on stdout."""
+    print(json.dumps(result, ensure_ascii=False), flush=True)
+
+
+def say(message: str) -> None:
+    """A line for people, on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _usage(flag_values: flags.FlagValues, doc: str) -> str:
+    lines = [doc.strip(), "", "Flags:"]
+    for name in flag_values:
+        flag = flag_values[name]
+        kind = "" if flag.flag_type() == "bool" else f"={flag.flag_type().split()[-1].upper()}"
+        lines += [f"  --{name}{kind}", f"      {flag.help}"]
+    return "\n".join(lines)

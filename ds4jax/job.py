@@ -1,0 +1,288 @@
+"""A whole run: from prompts and a checkpoint to an output folder. What the command line calls."""
+
+import contextlib
+import dataclasses
+import hashlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from ds4jax import engine as engines
+from ds4jax import events, report
+from ds4jax.cache import state_bytes
+from ds4jax.checkpoint.state import load_state, save_state
+from ds4jax.config import ConfigError, ModelConfig
+from ds4jax.engine import Engine, PrefillReport, PrefillResult
+from ds4jax.run_config import RunConfig
+from ds4jax.text import Prompt, PromptError, Tokenizer, read_prompts
+
+LOGITS_FILE = "logits.npy"
+METRICS_FILE = "metrics.jsonl"
+STATE_FOLDER = "state"
+TOKENS_FILE = "tokens.npy"
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillJob:
+    """What to run: see the command `ds4jax-prefill` for the meaning of the fields."""
+
+    checkpoint: str
+    out_dir: str
+    config: RunConfig
+    resume_from: str | None = None
+    overwrite: bool = False
+
+
+def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
+    """Runs `job`, writes its folder and returns the content of run.json.
+
+    Progress goes to `stream`: a bar on a terminal, plain lines otherwise. After the first SIGINT
+    the run ends with the current chunk; its folder is written only if the state is saved, with the
+    status "interrupted", so that --resume_from can go on from there. Otherwise KeyboardInterrupt
+    is raised and nothing remains.
+    """
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(engines.open_source(job.checkpoint))
+        prompts = read_prompts(job.config.prompt, lambda: Tokenizer(job.checkpoint))
+        _check_prompts(prompts, source.config, job)
+        saved = _find_saved(job.resume_from, prompts) if job.resume_from else None
+        folder = stack.enter_context(report.output_folder(job.out_dir, overwrite=job.overwrite))
+        report.require_space(folder, _output_bytes(job.config, source.config, prompts))
+        metrics = stack.enter_context(open(folder / METRICS_FILE, "w", encoding="utf-8"))
+        observers = (events.jsonl(metrics), stack.enter_context(_console(stream)))
+        observe = events.fan_out(*observers)
+        engine = stack.enter_context(
+            engines.load(
+                source,
+                job.config,
+                prompt_tokens=max(len(prompt.ids) for prompt in prompts),
+                on_event=observe,
+            )
+        )
+        writers = _Writers(folder)
+        stop = stack.enter_context(_stop_on_sigint(stream))
+        reports = []
+        for i, result in enumerate(_results(engine, prompts, saved, observe, writers, stop)):
+            reports.append(result.report)
+            if job.config.prefill.save_state:
+                _save(folder / STATE_FOLDER / str(i), result, prompts[i], engine)
+        interrupted = reports[-1].interrupted or len(reports) < len(prompts)
+        if interrupted and not job.config.prefill.save_state:
+            read = sum(part.tokens_read for part in reports)
+            raise KeyboardInterrupt(
+                f"after {read} tokens; nothing was written (config.prefill.save_state keeps the "
+                "state of a stopped run)"
+            )
+        result = _run_record(job, engine, prompts, reports, writers.close(), interrupted)
+        report.write_json(folder / report.RUN_FILE, result)
+        return result
+
+
+def _results(
+    engine: Engine,
+    prompts: list[Prompt],
+    saved: Path | None,
+    observe: events.Observer,
+    writers: "_Writers",
+    stop: threading.Event,
+) -> Iterator[PrefillResult]:
+    if saved is None:
+        yield from engine.prefill_many(
+            [prompt.ids for prompt in prompts],
+            names=[prompt.name for prompt in prompts],
+            on_event=observe,
+            sink=writers.append,
+            stop=stop,
+        )
+        return
+    state = load_state(saved, engine.model_config, engine.numerics, engine.fingerprint)
+    yield engine.prefill(
+        prompts[0].ids[state.position :],
+        state,
+        on_event=observe,
+        sink=writers.append,
+        stop=stop,
+        donate_state=True,
+        name=prompts[0].name,
+    )
+
+
+class _Writers:
+    """The output arrays of a run, one file per name, made when the first rows arrive."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._writers: dict[str, report.ArrayWriter] = {}
+
+    def append(self, name: str, rows: np.ndarray) -> None:
+        if name not in self._writers:
+            path = self._folder / f"{name}.npy"
+            self._writers[name] = report.ArrayWriter(path, rows.dtype, rows.shape[1:])
+        self._writers[name].append(rows)
+
+    def close(self) -> dict[str, dict[str, Any]]:
+        """Completes the files: rows and sha256 of the data of each."""
+        return {
+            writer.path.name: {"rows": writer.rows, "sha256": writer.close()}
+            for writer in self._writers.values()
+        }
+
+
+def _check_prompts(prompts: list[Prompt], model_config: ModelConfig, job: PrefillJob) -> None:
+    """Refuses impossible prompts before any weight is read."""
+    for prompt in prompts:
+        engines.check_prompt(prompt.ids, prompt.name, 0, model_config, job.config)
+    if job.resume_from and len(prompts) > 1:
+        raise PromptError(
+            f"--resume_from continues one prompt, {len(prompts)} were given: pass the prompt whose "
+            "beginning the state has read"
+        )
+
+
+def _find_saved(resume_from: str, prompts: list[Prompt]) -> Path:
+    """The state folder below `resume_from` whose tokens begin the prompt."""
+    root = Path(resume_from)
+    candidates = [root, *sorted((root / STATE_FOLDER).glob("*"))]
+    folders = [folder for folder in candidates if (folder / TOKENS_FILE).is_file()]
+    if not folders:
+        raise ConfigError(
+            f"--resume_from: {resume_from} holds no saved state, expected a run made with "
+            "config.prefill.save_state or one of its folders state/N"
+        )
+    if len(folders) > 1:
+        raise ConfigError(
+            f"--resume_from: {resume_from} holds {len(folders)} states: name one of "
+            f"{', '.join(str(folder) for folder in folders)}"
+        )
+    seen, ids = np.load(folders[0] / TOKENS_FILE, allow_pickle=False), prompts[0].ids
+    common = min(len(seen), len(ids))
+    different = np.flatnonzero(seen[:common] != ids[:common])
+    if different.size:
+        at = int(different[0])
+        raise PromptError(
+            f"--resume_from: the state in {folders[0]} has read {len(seen)} tokens, and token {at} "
+            f"of them is {seen[at]} where the prompt has {ids[at]}: expected a prompt that begins "
+            "with the tokens of the state"
+        )
+    if len(ids) <= len(seen):
+        raise PromptError(
+            f"--resume_from: the state in {folders[0]} is at position {len(seen)} and the prompt "
+            f"has {len(ids)} tokens: expected a longer prompt, so that a token is left to read"
+        )
+    return folders[0]
+
+
+def _save(folder: Path, result: PrefillResult, prompt: Prompt, engine: Engine) -> None:
+    with report.disk_errors(folder):
+        save_state(folder, result.state, engine.fingerprint)
+        np.save(folder / TOKENS_FILE, prompt.ids[: result.state.position])
+
+
+def _output_bytes(config: RunConfig, model_config: ModelConfig, prompts: list[Prompt]) -> int:
+    """Bytes that the arrays and states of a run take on disk."""
+    row_bytes = {
+        "none": 0,
+        "last": 0,
+        "all": 4 * model_config.vocab_size,
+        "logprobs": 4 + 8 * config.prefill.top_logprobs,
+    }[config.prefill.logits]
+    total = sum(len(prompt.ids) for prompt in prompts) * row_bytes
+    if config.prefill.logits == "last":
+        total = len(prompts) * 4 * model_config.vocab_size
+    if config.prefill.save_state:
+        numerics = config.numerics.resolve()
+        for prompt in prompts:
+            capacity = engines.capacity_tokens(config, model_config, len(prompt.ids))
+            total += state_bytes(model_config, numerics, capacity)
+    return total
+
+
+def _run_record(
+    job: PrefillJob,
+    engine: Engine,
+    prompts: list[Prompt],
+    reports: list[PrefillReport],
+    outputs: dict[str, dict[str, Any]],
+    interrupted: bool,
+) -> dict[str, Any]:
+    """The content of run.json; keys of quantities end in their unit."""
+    read = sum(part.tokens_read for part in reports)
+    seconds = sum(part.seconds for part in reports)
+    compiled = [part.compiled for part in reports]
+    return {
+        "schema": report.RUN_SCHEMA,
+        "status": "interrupted" if interrupted else "complete",
+        "checkpoint": {
+            "path": job.checkpoint,
+            "fingerprint": engine.fingerprint,
+            "layers": engine.model_config.num_hidden_layers,
+            "vocab_size": engine.model_config.vocab_size,
+        },
+        "config": job.config.to_dict(),
+        "numerics": str(engine.numerics),
+        "versions": report.versions(),
+        "device": report.device_facts(engine.device),
+        "prompts": [
+            {
+                "name": part.name,
+                "prompt_sha256": token_hash(prompt.ids),
+                "tokens_read": part.tokens_read,
+                "tokens_reused": part.tokens_reused,
+                "seconds_s": round(part.seconds, 6),
+                "rate_tokens_per_s": round(part.tokens_per_s, 3),
+                "state_bytes": part.state_bytes,
+            }
+            for prompt, part in zip(prompts, reports, strict=False)
+        ],
+        "tokens_read": read,
+        "tokens_reused": sum(part.tokens_reused for part in reports),
+        "prefill_s": round(seconds, 6),
+        "rate_tokens_per_s": round(read / seconds, 3),
+        "load_s": round(engine.load_seconds, 6),
+        "compiled_programs": sum(programs for programs, _ in compiled),
+        "compile_s": round(sum(seconds for _, seconds in compiled), 6),
+        "bytes": {
+            **dataclasses.asdict(engine.needed),
+            "available_bytes": engine.available_bytes,
+        },
+        "outputs": outputs,
+    }
+
+
+def token_hash(ids: np.ndarray) -> str:
+    """sha256 of token ids as little-endian int32."""
+    return hashlib.sha256(np.ascontiguousarray(ids, "<i4").tobytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def _console(stream: IO[str]) -> Iterator[events.Observer]:
+    if not stream.isatty():
+        yield events.plain(stream)
+        return
+    with events.Bar(stream) as bar:
+        yield bar
+
+
+@contextlib.contextmanager
+def _stop_on_sigint(stream: IO[str]) -> Iterator[threading.Event]:
+    """An event that the first SIGINT sets; the second one interrupts at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # signals belong to the main thread
+        return
+
+    def on_signal(number: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        print("stopping after this chunk; once more to stop at once", file=stream, flush=True)
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

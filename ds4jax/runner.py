@@ -1,0 +1,222 @@
+"""The programs of a forward pass: one jit per layer part, shared by all layers of a kind.
+
+A layer is attend, route, experts, finish. Only shapes and static fields tell programs apart:
+three attention kinds, two routers, and one program each for experts, finish, embedding and head,
+times the row shapes and state capacities in use. Streams and states are donated, so a step works
+in place; expert slabs are call arguments, so that where a slab comes from is the caller's choice.
+"""
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ds4jax.admission import HEAD_ROWS
+from ds4jax.cache import Chunk, LayerState
+from ds4jax.config import Numerics
+from ds4jax.model import Block, Transformer, embed_tokens
+from ds4jax.moe import Routing
+from pallas_kernels import routed_experts
+
+# The slabs of a layer and where its experts are in them, see `routed_experts.expert_slots`.
+LayerSlabs = tuple[tuple[routed_experts.ExpertSlab, ...], jax.Array]
+
+
+@functools.partial(jax.jit, static_argnames=("streams", "numerics"))
+def _embed(table: jax.Array, tokens: jax.Array, streams: int, numerics: Numerics) -> jax.Array:
+    return embed_tokens(table, tokens, streams, numerics)
+
+
+@functools.partial(jax.jit, static_argnames="numerics", donate_argnames=("streams", "state"))
+def _attend(
+    block: Block, streams: jax.Array, state: LayerState, chunk: Chunk, numerics: Numerics
+) -> tuple[jax.Array, LayerState]:
+    return block.attend(streams, state, chunk, numerics)
+
+
+@functools.partial(jax.jit, static_argnames="numerics")
+def _route(block: Block, streams: jax.Array, chunk: Chunk, numerics: Numerics) -> Routing:
+    return block.route(streams, chunk, numerics)
+
+
+@functools.partial(jax.jit, static_argnames=("limit", "quantize_input"))
+def _experts(
+    routing: Routing,
+    slabs: tuple[routed_experts.ExpertSlab, ...],
+    where: jax.Array,
+    limit: float,
+    quantize_input: bool,
+) -> jax.Array:
+    return routed_experts.expert_slots(
+        routing.inputs,
+        routing.ids,
+        routing.weights,
+        slabs,
+        where,
+        limit=limit,
+        quantize_input=quantize_input,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="numerics", donate_argnames="streams")
+def _finish(
+    block: Block, streams: jax.Array, routing: Routing, slots: jax.Array, numerics: Numerics
+) -> jax.Array:
+    return block.finish(streams, routing, slots, numerics)
+
+
+def _rows_from(streams: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(streams, start, min(HEAD_ROWS, streams.shape[0]))
+
+
+@jax.jit
+def _logits(head: Transformer, streams: jax.Array, start: jax.Array) -> jax.Array:
+    return head.logits(_rows_from(streams, start))
+
+
+@functools.partial(jax.jit, static_argnames="top")
+def _logprobs(
+    head: Transformer, streams: jax.Array, start: jax.Array, following: jax.Array, top: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    logprobs = jax.nn.log_softmax(head.logits(_rows_from(streams, start)))
+    following = jax.lax.dynamic_slice_in_dim(following, start, logprobs.shape[0])
+    chosen = jnp.take_along_axis(logprobs, jnp.maximum(following, 0)[:, None], axis=1)[:, 0]
+    best, tokens = jax.lax.top_k(logprobs, top)
+    return jnp.where(following >= 0, chosen, jnp.nan), best, tokens.astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogProbs:
+    """Log-probabilities of next tokens, natural logarithm.
+
+    next_token  [rows] float32: of the token that follows in the prompt; NaN after its last one
+    top         [rows, k] float32: the k largest, descending
+    tokens      [rows, k] i32: the tokens of `top`
+    """
+
+    next_token: np.ndarray
+    top: np.ndarray
+    tokens: np.ndarray
+
+
+class Runner:
+    """A transformer bound to its numerics, cut into the parts that programs take."""
+
+    def __init__(self, transformer: Transformer, numerics: Numerics):
+        self.config = transformer.config
+        self.numerics = numerics
+        self._table = transformer.embed
+        # A program's inputs decide whether two layers share it: each part gets only the weights
+        # that it uses, so that hash and score routing differ in `route` alone.
+        self._head = _only(transformer, "hc_head", "norm", "head", "config")
+        blocks = transformer.blocks
+        self._attend_parts = [_only(block, "hc_attn", "attn_norm", "attn") for block in blocks]
+        self._route_parts = [
+            dataclasses.replace(_only(block, "hc_ffn", "ffn_norm"), ffn=_only(block.ffn, "gate"))
+            for block in blocks
+        ]
+        self._finish_parts = [
+            dataclasses.replace(_only(block, "hc_ffn"), ffn=_only(block.ffn, "shared_experts"))
+            for block in blocks
+        ]
+
+    def embed(self, chunk: Chunk) -> jax.Array:
+        """The streams [T, S, D] that enter the first layer."""
+        return _embed(self._table, chunk.tokens, self.config.hc_mult, self.numerics)
+
+    def attend(
+        self, layer: int, streams: jax.Array, state: LayerState, chunk: Chunk
+    ) -> tuple[jax.Array, LayerState]:
+        """The attention half of a layer; consumes `streams` and `state`."""
+        return _attend(self._attend_parts[layer], streams, state, chunk, self.numerics)
+
+    def route(self, layer: int, streams: jax.Array, chunk: Chunk) -> Routing:
+        """Which experts the tokens of the chunk need, and their input."""
+        return _route(self._route_parts[layer], streams, chunk, self.numerics)
+
+    def experts(self, routing: Routing, slabs: LayerSlabs) -> jax.Array:
+        """Outputs of the routed experts, one slot per choice: [T, k, D]."""
+        return _experts(routing, *slabs, self.config.swiglu_limit, self.numerics.q1)
+
+    def finish(
+        self, layer: int, streams: jax.Array, routing: Routing, slots: jax.Array
+    ) -> jax.Array:
+        """The end of a layer; consumes `streams`."""
+        return _finish(self._finish_parts[layer], streams, routing, slots, self.numerics)
+
+    def layer(
+        self, layer: int, streams: jax.Array, state: LayerState, chunk: Chunk, slabs: LayerSlabs
+    ) -> tuple[jax.Array, LayerState]:
+        """One whole step: this layer on this chunk. Consumes `streams` and `state`."""
+        streams, state = self.attend(layer, streams, state, chunk)
+        routing = self.route(layer, streams, chunk)
+        slots = self.experts(routing, slabs)
+        return self.finish(layer, streams, routing, slots), state
+
+    def logits(self, streams: jax.Array, first: int, stop: int) -> np.ndarray:
+        """Logits of rows first..stop of the last layer's streams, at most 128: [rows, V] float32.
+
+        The product always runs on the same number of rows, so that a row's bits do not depend on
+        which other rows are asked for.
+        """
+        start = self._tile_start(streams, first)
+        tile = _logits(self._head, streams, np.int32(start))
+        return np.asarray(tile)[first - start : stop - start]
+
+    def logprobs(
+        self, streams: jax.Array, first: int, stop: int, following: np.ndarray, top: int
+    ) -> LogProbs:
+        """Log-probabilities for rows first..stop, at most 128.
+
+        following  [T] i32, the token after each row; -1 where there is none
+        """
+        start = self._tile_start(streams, first)
+        tiles = _logprobs(self._head, streams, np.int32(start), following, top)
+        return LogProbs(*(np.asarray(tile)[first - start : stop - start] for tile in tiles))
+
+    def _tile_start(self, streams: jax.Array, first: int) -> int:
+        rows = streams.shape[0]
+        return min(first, rows - min(HEAD_ROWS, rows))
+
+
+def tiles(rows: int) -> Sequence[tuple[int, int]]:
+    """Ranges of at most 128 rows that cover 0..rows."""
+    return [(first, min(first + HEAD_ROWS, rows)) for first in range(0, rows, HEAD_ROWS)]
+
+
+def _only(module: Any, *names: str) -> Any:
+    """The same module with every field but `names` set to None."""
+    fields = {field.name for field in dataclasses.fields(module)}
+    return dataclasses.replace(module, **dict.fromkeys(fields.difference(names)))
+
+
+class CompileCount:
+    """Counts programs that XLA compiles in this process and the seconds it takes.
+
+    Compilations that a persistent cache answers count too.
+    """
+
+    def __init__(self) -> None:
+        self.programs, self.seconds = 0, 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, name: str, seconds: float, **_: object) -> None:
+        """Takes the duration events of `jax.monitoring`."""
+        if name == "/jax/core/compile/backend_compile_duration":
+            with self._lock:
+                self.programs += 1
+                self.seconds += seconds
+
+    def measure(self) -> Callable[[], tuple[int, float]]:
+        """Starts a measurement; the returned function tells (programs, seconds) since then."""
+        programs, seconds = self.programs, self.seconds
+        return lambda: (self.programs - programs, self.seconds - seconds)
+
+
+COMPILED = CompileCount()
+jax.monitoring.register_event_duration_secs_listener(COMPILED.observe)
