@@ -76,7 +76,11 @@ def test_foreign_package_of_a_leaf_name_is_reported_with_its_file(leaf, content,
     foreign.parent.mkdir()
     foreign.write_text(content)
     done = subprocess.run(
-        [sys.executable, "-c", "import ds4jax"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", "import ds4jax"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1
     assert "ImportError" in done.stderr
@@ -248,7 +252,9 @@ def named_paths(text: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["README.md", "WORKSPACE.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "WORKSPACE.md", *sorted(map(relative, (ROOT / "docs").glob("*.md")))]
+)
 def test_paths_named_on_the_page_exist(name: str):
     paths = named_paths((ROOT / name).read_text(encoding="utf-8"))
     missing = sorted(path for path in paths if not list(ROOT.glob(path)))
