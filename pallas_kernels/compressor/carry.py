@@ -22,11 +22,14 @@ class Carry(NamedTuple):
 
 
 def empty_carry(width: int, *, ratio: int, overlap: bool) -> Carry:
-    """The carry before position 0 of a compressor whose projections have `width` channels."""
-    partial = jnp.zeros((ratio, width), jnp.float32)
+    """The carry before position 0 of a compressor whose projections have `width` channels.
+
+    No two fields share a buffer, so that a carry can be donated.
+    """
+    values, gates = (jnp.zeros((ratio, width), jnp.float32) for _ in range(2))
     if not overlap:
-        return Carry(partial, partial)
+        return Carry(values, gates)
     half = (ratio, width // 2)
     return Carry(
-        partial, partial, jnp.zeros(half, jnp.float32), jnp.full(half, -jnp.inf, jnp.float32)
+        values, gates, jnp.zeros(half, jnp.float32), jnp.full(half, -jnp.inf, jnp.float32)
     )
