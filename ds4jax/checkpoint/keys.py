@@ -226,6 +226,11 @@ def expert_specs(config: ModelConfig) -> dict[str, TensorSpec]:
     return {name.removesuffix(".weight"): spec for name, spec in rows}
 
 
+def expert_dtype(format: ExpertFormat) -> str:
+    """Storage dtype of the expert codes of a format."""
+    return next(dtype for dtype, name in EXPERT_FORMATS.items() if name == format)
+
+
 def expert_prefix(layer: int | str, expert: int) -> str:
     """Name prefix of the matrices of one routed expert of a main layer, or of "mtp.0"."""
     block = f"layers.{layer}" if isinstance(layer, int) else layer

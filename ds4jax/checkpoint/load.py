@@ -1,5 +1,6 @@
 """From a tensor source to the modules and slabs that the model runs on."""
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,12 +10,13 @@ import numpy as np
 
 from ds4jax import model, mtp
 from ds4jax.checkpoint import keys
-from ds4jax.checkpoint.source import CheckpointError, TensorSource
+from ds4jax.checkpoint.source import CheckpointError, TensorSource, config_text
 from ds4jax.config import ModelConfig
 from ds4jax.quant import QTensor
 from pallas_kernels.routed_experts import ExpertSlab
 
 E8M0_NAN = 255
+SMALL_BYTES = 16384  # tensors up to this size are part of a fingerprint
 
 
 def load_resident(source: TensorSource, *, device: jax.Device | None = None) -> model.Transformer:
@@ -63,17 +65,27 @@ def _fill_tree(
                 names.append(keys.scale_name(name))
         arrays = source.read_many(names)
         for name, spec in group.items():
-            scales = arrays.get(keys.scale_name(name))
-            if scales is not None:
-                scales = scales.view(np.uint8)
-                require_numbers(keys.scale_name(name), scales)
-            if spec.dtype == "I64":
-                _require_experts(name, arrays[name], source.config.n_routed_experts)
+            require_valid(name, spec, arrays, source.config)
             dtype = keys.loaded_dtype(spec, source.info(name))
             values = jax.device_put(arrays[name].astype(dtype, copy=False), device)
-            placed = None if scales is None else jax.device_put(scales, device)
+            scales = arrays.get(keys.scale_name(name))
+            placed = None if scales is None else jax.device_put(scales.view(np.uint8), device)
             loaded[spec.path] = QTensor(values, placed) if is_matrix[spec.path] else values
     return jax.tree_util.tree_unflatten(treedef, [loaded[path] for path in paths])
+
+
+def require_valid(
+    name: str, spec: keys.TensorSpec, arrays: Mapping[str, np.ndarray], config: ModelConfig
+) -> None:
+    """Raises CheckpointError when the scales of a resident tensor, or a token table, are wrong.
+
+    arrays  holds the tensor as it is stored, and its scales if it has any
+    """
+    scales = arrays.get(keys.scale_name(name))
+    if scales is not None:
+        require_numbers(keys.scale_name(name), scales.view(np.uint8))
+    if spec.dtype == "I64":
+        _require_experts(name, arrays[name], config.n_routed_experts)
 
 
 def require_numbers(name: str, scales: np.ndarray) -> None:
@@ -100,7 +112,7 @@ def _require_experts(name: str, table: np.ndarray, experts: int) -> None:
 def empty_expert_slab(config: ModelConfig, format: keys.ExpertFormat, experts: int) -> ExpertSlab:
     """A slab of uninitialised numpy arrays for `experts` experts stored in `format`."""
     specs = keys.expert_specs(config)
-    dtype = next(dtype for dtype, name in keys.EXPERT_FORMATS.items() if name == format)
+    dtype = keys.expert_dtype(format)
 
     def stack(info_of: Any, names: tuple[str, ...]) -> Any:
         infos = [info_of(specs[name], dtype) for name in names]
@@ -165,3 +177,25 @@ def load_expert_slab(
         if name.endswith(".scale"):
             require_numbers(name, array)
     return out
+
+
+def fingerprint(source: TensorSource) -> str:
+    """SHA-256 that tells checkpoints of the same architecture apart without reading much.
+
+    Covers the config, the names, dtypes and shapes of the main model, and the content of its
+    small resident tensors (norms, sinks, scales, biases). Equal for a checkpoint and its
+    converted form.
+    """
+    infos = {name: info for name, info in source.infos().items() if not name.startswith("mtp.")}
+    digest = hashlib.sha256(config_text(source.config).encode())
+    for name, info in sorted(infos.items()):
+        digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
+    small = sorted(
+        name
+        for name, info in infos.items()
+        if info.nbytes <= SMALL_BYTES and ".ffn.experts." not in name
+    )
+    arrays = source.read_many(small)
+    for name in small:
+        digest.update(arrays[name].tobytes())
+    return digest.hexdigest()

@@ -52,7 +52,7 @@ class SafetensorsSource(TensorSource):
         self._extents = dict(extents)
         self._files: dict[str, int] = {}
         self._stamps: dict[str, list[int]] = {}
-        self._close = weakref.finalize(self, _close_all, self._files)
+        self._close = weakref.finalize(self, close_all, self._files)
         for path in {extent.path for extent in self._extents.values()}:
             self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             status = os.fstat(self._files[path])
@@ -88,7 +88,8 @@ class SafetensorsSource(TensorSource):
         read_exactly(self._files[extent.path], extent.path, buffer, extent.offset + start)
 
 
-def _close_all(files: dict[str, int]) -> None:
+def close_all(files: dict[str, int]) -> None:
+    """Closes and forgets open files (path -> descriptor)."""
     while files:
         os.close(files.popitem()[1])
 

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
 
 import ml_dtypes
 import numpy as np
@@ -111,7 +112,7 @@ class TensorSource(abc.ABC):
     def close(self) -> None:  # noqa: B027  (most sources hold nothing)
         """Releases files. Reading afterwards is an error."""
 
-    def __enter__(self) -> "TensorSource":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,0 +1,127 @@
+"""Writing folders so that a crash or a full disk leaves nothing half-written in place."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from ds4jax.checkpoint.source import CheckpointError
+
+HASH_STEP = 16 << 20  # bytes read at once while hashing
+
+
+def require_free(path: pathlib.Path, needed: int) -> None:
+    """Raises CheckpointError unless the file system of `path` has `needed` bytes free."""
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise CheckpointError(_full_disk_message(path, needed, free))
+
+
+@contextlib.contextmanager
+def full_disk_reported(path: pathlib.Path, needed: int) -> Generator[None]:
+    """Turns the error of a disk that fills up while writing below `path` into a CheckpointError.
+
+    needed  bytes that were still to be written when the block began
+    """
+    try:
+        yield
+    except Exception as error:
+        code = error.errno if isinstance(error, OSError) else None
+        # Orbax wraps the operating system's error and keeps only its text.
+        if code not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in str(error):
+            raise
+        existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        free = shutil.disk_usage(existing).free
+        raise CheckpointError(_full_disk_message(path, needed, free)) from error
+
+
+def _full_disk_message(path: pathlib.Path, needed: int, free: int) -> str:
+    return (
+        f"{path} needs {needed} bytes, its disk has {free} free: free {max(needed - free, 0)} "
+        "bytes or choose another folder, then run the command again"
+    )
+
+
+def save_tree(path: pathlib.Path, tree: Any) -> None:
+    """Saves nested dicts of numpy arrays as an Orbax checkpoint, in place of what is there."""
+    ocp.save(str(path.absolute()), tree, overwrite=True)
+
+
+def load_tree(path: pathlib.Path, part: Any = None) -> Any:
+    """Arrays of an Orbax checkpoint; of those that `part` names when it is given.
+
+    part  nested dicts with numpy arrays of the right shapes and dtypes as leaves
+    """
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    try:
+        with context:
+            return ocp.load(str(path.absolute()), part)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read as an Orbax checkpoint ({type(error).__name__}: {error}): "
+            "write it again"
+        ) from error
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Replaces a JSON file in one step."""
+    aside = path.with_name(path.name + ".new")
+    aside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """An object from a JSON file; CheckpointError when there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist: the folder is incomplete") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): write it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, expected an object")
+    return value
+
+
+def hash_folder(folder: pathlib.Path) -> str:
+    """SHA-256 over the relative paths, sizes and contents of all files below a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            size = path.stat().st_size
+            digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
+            hash_range(path, 0, size, digest)
+    return digest.hexdigest()
+
+
+def hash_range(path: str | os.PathLike[str], offset: int, nbytes: int, digest: Any = None) -> str:
+    """SHA-256 of bytes offset..offset + nbytes of a file, added to `digest` if given."""
+    digest = digest or hashlib.sha256()
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while nbytes > 0:
+            piece = file.read(min(nbytes, HASH_STEP))
+            if not piece:
+                break
+            digest.update(piece)
+            nbytes -= len(piece)
+    return digest.hexdigest()
+
+
+def write_exactly(file: int, array: np.ndarray, offset: int) -> None:
+    """Writes a contiguous array at `offset` of an open file."""
+    rest = memoryview(array.reshape(-1).view(np.uint8))
+    while rest:
+        count = os.pwrite(file, rest, offset)
+        rest = rest[count:]
+        offset += count
