@@ -359,7 +359,9 @@ class Engine:
         with jax.default_device(self.device):
             if state is not None:
                 return grow_state(state, self.model_config, capacity)
-            return empty_state(self.model_config, self.numerics, capacity)
+            state = empty_state(self.model_config, self.numerics, capacity)
+        # Committed like the states that programs return: jit tells the two apart.
+        return jax.device_put(state, self.device)
 
     def _check_prompt(
         self, ids: Sequence[int] | np.ndarray, name: str, state: SequenceState | None, more: int = 0
