@@ -124,36 +124,55 @@ class Attention(nnx.Module):
 
     def __call__(
         self, inputs: jax.Array, state: LayerState, chunk: Chunk, numerics: Numerics
-    ) -> tuple[jax.Array, LayerState]:
-        """inputs [T, D] in the compute dtype -> outputs [T, D], and the state after the chunk."""
+    ) -> tuple[jax.Array, LayerState, jax.Array | None]:
+        """inputs [T, D] in the compute dtype -> outputs [T, D], state after the chunk, selection.
+
+        The selection is that of `select` on CSA layers and None on others.
+        """
         table = self.rope(chunk.positions)
         latent, queries = self.queries(inputs, table, numerics)
         window_kv, state = self.update(inputs, table, state, chunk, numerics)
+        selected = None
+        if self.indexer is not None:
+            selected = self.select(inputs, latent, table, state, chunk, numerics)
         with jax.named_scope("attend"):
-            if self.indexer is not None:
-                heads = sparse_attention.sparse_attention(
-                    queries,
-                    window_kv,
-                    state.compressed,
-                    self.select(inputs, latent, table, state, chunk, numerics),
-                    self.attn_sink,
-                    chunk.position,
-                    window=self.config.sliding_window,
-                    scale=self.config.head_dim**-0.5,
-                )
-            else:
-                heads = window_attention.window_attention(
-                    queries,
-                    window_kv,
-                    state.compressed,
-                    self.attn_sink,
-                    chunk.position,
-                    ratio=self.ratio,
-                    window=self.config.sliding_window,
-                    scale=self.config.head_dim**-0.5,
-                )
+            heads = self.attend(queries, window_kv, selected, state, chunk)
         with jax.named_scope("output"):
-            return self.output(apply_rope(heads, table, inverse=True), numerics), state
+            outputs = self.output(apply_rope(heads, table, inverse=True), numerics)
+        return outputs, state, selected
+
+    def attend(
+        self,
+        queries: jax.Array,
+        window_kv: jax.Array,
+        selected: jax.Array | None,
+        state: LayerState,
+        chunk: Chunk,
+    ) -> jax.Array:
+        """One softmax over window, compressed entries and sink: [T, H, K]."""
+        window, scale = self.config.sliding_window, self.config.head_dim**-0.5
+        if selected is None:
+            return window_attention.window_attention(
+                queries,
+                window_kv,
+                state.compressed,
+                self.attn_sink,
+                chunk.position,
+                ratio=max(self.ratio, 1),
+                window=window,
+                scale=scale,
+            )
+        assert state.compressed is not None
+        return sparse_attention.sparse_attention(
+            queries,
+            window_kv,
+            state.compressed,
+            selected,
+            self.attn_sink,
+            chunk.position,
+            window=window,
+            scale=scale,
+        )
 
     def rope(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """This layer's cos and sin at `positions`."""
@@ -251,6 +270,8 @@ class Attention(nnx.Module):
         `state` already holds the chunk (see `update`). Scores are float32 in every setting.
         """
         with jax.named_scope("select"):
+            assert self.indexer is not None
+            assert state.index_keys is not None
             return indexer.select_entries(
                 self.indexer.queries(latent, table, numerics),
                 state.index_keys,

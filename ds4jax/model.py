@@ -49,30 +49,22 @@ class Block(nnx.Module):
         self, streams: jax.Array, state: LayerState, chunk: Chunk, numerics: Numerics
     ) -> tuple[jax.Array, LayerState]:
         """The attention half: streams [T, S, D] -> streams, and the state after the chunk."""
-        inputs, post, comb = self._attention_site(streams)
-        outputs, state = self.attn(inputs, state, chunk, numerics)
-        with jax.named_scope("hc_attn_post"):
-            return self.hc_attn.post(outputs, streams, post, comb), state
+        return self.attend_and_select(streams, state, chunk, numerics)[:2]
 
-    def _attention_site(self, streams: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def attend_and_select(
+        self, streams: jax.Array, state: LayerState, chunk: Chunk, numerics: Numerics
+    ) -> tuple[jax.Array, LayerState, jax.Array | None]:
+        """`attend`, and on CSA layers the entries that each token attended to.
+
+        The selection is i32 [T, index_topk], ascending and -1 padded; None on other layers. Rows
+        of padding hold no meaning.
+        """
         with jax.named_scope("hc_attn_pre"):
             inputs, post, comb = self.hc_attn.pre(streams)
-            return self.attn_norm(inputs), post, comb
-
-    def selected_entries(
-        self, streams: jax.Array, state: LayerState, chunk: Chunk, numerics: Numerics
-    ) -> jax.Array:
-        """Which compressed entries each token of a CSA layer attends to, for inspection.
-
-        Takes the arguments of `attend` and repeats its first half: i32 [T, index_topk] ascending,
-        -1 padded. Rows of padding hold no meaning.
-        """
-        inputs, _, _ = self._attention_site(streams)
-        attn = self.attn
-        table = attn.rope(chunk.positions)
-        latent, _ = attn.queries(inputs, table, numerics)
-        _, state = attn.update(inputs, table, state, chunk, numerics)
-        return attn.select(inputs, latent, table, state, chunk, numerics)
+            inputs = self.attn_norm(inputs)
+        outputs, state, selected = self.attn(inputs, state, chunk, numerics)
+        with jax.named_scope("hc_attn_post"):
+            return self.hc_attn.post(outputs, streams, post, comb), state, selected
 
     def route(self, streams: jax.Array, chunk: Chunk, numerics: Numerics) -> Routing:
         """The first part of the expert half: what the routed experts need, see `Routing`."""
