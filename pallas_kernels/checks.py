@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import support
+
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
 FLOAT32 = (jnp.dtype("float32"),)
 INT32 = (jnp.dtype("int32"),)
@@ -70,26 +72,31 @@ def scalar(position: Any) -> jax.Array:
     return jnp.asarray(position, jnp.int32).reshape(())
 
 
-def choose(
-    operation: str,
-    implementation: str | None,
-    automatic: str,
-    refusals: dict[str, str | None],
+def pick(
+    operation: str, implementation: str | None, refusal: str | None, *, interpret: bool = False
 ) -> str:
-    """The implementation to run.
+    """The implementation to run: "reference", "tiled", "portable" or "sm90".
 
-    refusals maps every known name to None (usable here) or to the reason why it is not. An
-    explicit choice that is refused raises NotImplementedError with that reason; an unknown name
-    raises ValueError.
+    refusal: why the kernels of this operation cannot take these arguments, None when they can.
+    Automatic choice: the best kernel of the default device, else "tiled". An explicit choice that
+    cannot run raises NotImplementedError with the reason; an unknown name raises ValueError.
     """
+    plain = ("reference", "tiled")
+    kernels = ("sm90", "portable")
+    if implementation in plain:
+        return implementation
+    device = support.default_device()
     if implementation is None:
-        return automatic
-    if implementation not in refusals:
+        for name in kernels:
+            if refusal is None and support.unsupported(name, device) is None:
+                return name
+        return "tiled"
+    if implementation not in kernels:
         raise ValueError(
             f"{operation}: implementation is {implementation!r}, expected None or one of "
-            f"{', '.join(refusals)}"
+            f"{', '.join(plain + kernels)}"
         )
-    reason = refusals[implementation]
+    reason = refusal or support.unsupported(implementation, device, interpret=interpret)
     if reason is not None:
         raise NotImplementedError(f"{operation}: {implementation} cannot run this call: {reason}")
     return implementation

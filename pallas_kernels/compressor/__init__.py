@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import checks
-from pallas_kernels.compressor import reference
+from pallas_kernels.compressor import kernel, reference
 from pallas_kernels.compressor.carry import Carry, empty_carry
 
 __all__ = ["Carry", "compress", "empty_carry"]
@@ -21,6 +21,7 @@ def compress(
     ratio: int,
     overlap: bool,
     implementation: str | None = None,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Carry]:
     """Pools the tokens of a chunk into entries, continuing the block a former chunk left open.
 
@@ -38,7 +39,9 @@ def compress(
         `length` on may hold anything and are not read.
       ratio: tokens per entry.
       overlap: True for CSA and its indexer.
-      implementation: None (automatic) or "reference".
+      implementation: None (automatic), "reference" (plain JAX, any backend), "portable" or "sm90"
+        (one Pallas-Triton kernel for all NVIDIA GPUs).
+      interpret: run the kernel in the interpreter, on any backend.
 
     Returns:
       entries [ceil(T / ratio), w or w / 2] float32, of which the first `count` rows are complete
@@ -70,13 +73,13 @@ def compress(
                     "needs the previous block"
                 )
             shapes.bind(f"carry.{name}", array, (ratio, half), checks.FLOAT32)
-    checks.choose("compress", implementation, "reference", {"reference": None})
-    return reference.compress(
-        values,
-        gates,
-        carry,
-        checks.scalar(position),
-        checks.scalar(length),
-        ratio=ratio,
-        overlap=overlap,
+    chosen = checks.pick(
+        "compress",
+        implementation,
+        kernel.refusal(values, ratio=ratio, overlap=overlap),
+        interpret=interpret,
     )
+    arguments = (values, gates, carry, checks.scalar(position), checks.scalar(length))
+    if chosen in ("portable", "sm90"):
+        return kernel.compress(*arguments, ratio=ratio, overlap=overlap, interpret=interpret)
+    return reference.compress(*arguments, ratio=ratio, overlap=overlap)

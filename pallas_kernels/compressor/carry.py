@@ -30,6 +30,4 @@ def empty_carry(width: int, *, ratio: int, overlap: bool) -> Carry:
     if not overlap:
         return Carry(values, gates)
     half = (ratio, width // 2)
-    return Carry(
-        values, gates, jnp.zeros(half, jnp.float32), jnp.full(half, -jnp.inf, jnp.float32)
-    )
+    return Carry(values, gates, jnp.zeros(half, jnp.float32), jnp.full(half, -jnp.inf, jnp.float32))

@@ -22,28 +22,56 @@ def compress(
     filled = offset + length
     value_blocks = _blocks(values, carry.partial_values, offset, filled, blocks, ratio)
     gate_blocks = _blocks(gates, carry.partial_gates, offset, filled, blocks, ratio)
-    count = filled // ratio
-    partial_values = jax.lax.dynamic_index_in_dim(value_blocks, count, keepdims=False)
-    partial_gates = jax.lax.dynamic_index_in_dim(gate_blocks, count, keepdims=False)
     if overlap:
         half = values.shape[1] // 2
         previous_values = jnp.concatenate([carry.previous_values[None], value_blocks[..., :half]])
         previous_gates = jnp.concatenate([carry.previous_gates[None], gate_blocks[..., :half]])
-        new_carry = Carry(
-            partial_values,
-            partial_gates,
-            jax.lax.dynamic_index_in_dim(previous_values, count, keepdims=False),
-            jax.lax.dynamic_index_in_dim(previous_gates, count, keepdims=False),
-        )
-        entries = _pool(
-            jnp.concatenate([previous_values[:blocks], value_blocks[:blocks, :, half:]], axis=1),
-            jnp.concatenate([previous_gates[:blocks], gate_blocks[:blocks, :, half:]], axis=1),
-        )
-    else:
-        new_carry = Carry(partial_values, partial_gates)
-        entries = _pool(value_blocks[:blocks], gate_blocks[:blocks])
+        value_blocks = jnp.concatenate([previous_values[:-1], value_blocks[..., half:]], axis=1)
+        gate_blocks = jnp.concatenate([previous_gates[:-1], gate_blocks[..., half:]], axis=1)
+    entries = _pool(value_blocks[:blocks], gate_blocks[:blocks])
+    count = filled // ratio
     complete = jnp.arange(blocks, dtype=jnp.int32)[:, None] < count
+    new_carry = advance(values, gates, carry, position, length, ratio=ratio, overlap=overlap)
     return jnp.where(complete, entries, 0), count, position // ratio, new_carry
+
+
+def advance(
+    values: jax.Array,
+    gates: jax.Array,
+    carry: Carry,
+    position: jax.Array,
+    length: jax.Array,
+    *,
+    ratio: int,
+    overlap: bool,
+) -> Carry:
+    """The carry after `length` more tokens; reads only the rows that it keeps."""
+    offset = position % ratio
+    filled = offset + length
+    count = filled // ratio
+    slots = jnp.arange(ratio, dtype=jnp.int32)
+
+    def rows_of(block: jax.Array, rows: jax.Array, partial: jax.Array) -> jax.Array:
+        at = block * ratio + slots
+        fresh = rows.at[at - offset].get(mode="clip")
+        kept = jnp.where((at < offset)[:, None], partial, fresh)
+        return jnp.where((at < filled)[:, None], kept, 0)
+
+    partial = (
+        rows_of(count, values, carry.partial_values),
+        rows_of(count, gates, carry.partial_gates),
+    )
+    if not overlap:
+        return Carry(*partial)
+    half = values.shape[1] // 2
+    closed = count > 0
+    last_values = rows_of(count - 1, values, carry.partial_values)[:, :half]
+    last_gates = rows_of(count - 1, gates, carry.partial_gates)[:, :half]
+    return Carry(
+        *partial,
+        jnp.where(closed, last_values, carry.previous_values),
+        jnp.where(closed, last_gates, carry.previous_gates),
+    )
 
 
 def _blocks(

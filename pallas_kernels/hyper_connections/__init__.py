@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels import checks
-from pallas_kernels.hyper_connections import reference
+from pallas_kernels.hyper_connections import kernel, reference, tiled
 
 __all__ = ["collapse", "post", "pre"]
 
@@ -18,6 +18,7 @@ def pre(
     eps: float,
     norm_eps: float,
     implementation: str | None = None,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Input of a sublayer and the weights with which its output returns to the streams.
 
@@ -30,7 +31,10 @@ def pre(
       iterations: column steps of the Sinkhorn normalisation.
       eps: added to input weights and to every sum the normalisation divides by.
       norm_eps: added to the mean square of a token's S * D values.
-      implementation: None (automatic) or "reference".
+      implementation: None (automatic), "reference", "tiled" (plain JAX, bounded workspace, any
+        backend), "portable" (Pallas-Triton, any recent NVIDIA GPU) or "sm90" (tiles for Hopper).
+        They differ in the last bits.
+      interpret: run the kernels in the interpreter, on any backend.
 
     Returns:
       u [T, D] in streams.dtype (float32 sum, one rounding), output weights [T, S] float32 in
@@ -47,10 +51,14 @@ def pre(
     shapes.bind("base", base, (count * (2 + count),), checks.FLOAT32)
     shapes.bind("scale", scale, (3,), checks.FLOAT32)
     checks.positive("hyper_connections.pre", iterations=iterations)
-    checks.choose("hyper_connections.pre", implementation, "reference", {"reference": None})
-    return reference.pre(
-        streams, fn, base, scale, iterations=iterations, eps=eps, norm_eps=norm_eps
+    chosen = checks.pick(
+        "hyper_connections.pre", implementation, kernel.refusal(streams), interpret=interpret
     )
+    values = {"iterations": iterations, "eps": eps, "norm_eps": norm_eps}
+    if chosen in ("portable", "sm90"):
+        return kernel.pre(streams, fn, base, scale, **values, interpret=interpret)
+    form = reference if chosen == "reference" else tiled
+    return form.pre(streams, fn, base, scale, **values)
 
 
 def post(
@@ -60,6 +68,7 @@ def post(
     comb: jax.Array,
     *,
     implementation: str | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """New streams: stream k = weights[k] * y + sum over j of comb[j, k] * stream j.
 
@@ -68,7 +77,10 @@ def post(
       streams: [T, S, D] float32 or bfloat16, the ones `pre` read.
       weights: [T, S] float32, from `pre`.
       comb: [T, S, S] float32, from `pre`.
-      implementation: None (automatic) or "reference".
+      implementation: None (automatic), "reference", "tiled" (plain JAX, bounded workspace, any
+        backend), "portable" (Pallas-Triton, any recent NVIDIA GPU) or "sm90" (tiles for Hopper).
+        They differ in the last bits.
+      interpret: run the kernels in the interpreter, on any backend.
 
     Returns:
       [T, S, D] in streams.dtype: float32 sums, one rounding.
@@ -82,8 +94,13 @@ def post(
     shapes.bind("y", y, "TD", (streams.dtype,))
     shapes.bind("weights", weights, "TS", checks.FLOAT32)
     shapes.bind("comb", comb, "TSS", checks.FLOAT32)
-    checks.choose("hyper_connections.post", implementation, "reference", {"reference": None})
-    return reference.post(y, streams, weights, comb)
+    chosen = checks.pick(
+        "hyper_connections.post", implementation, kernel.refusal(streams), interpret=interpret
+    )
+    if chosen in ("portable", "sm90"):
+        return kernel.post(y, streams, weights, comb, interpret=interpret)
+    form = reference if chosen == "reference" else tiled
+    return form.post(y, streams, weights, comb)
 
 
 def collapse(
@@ -103,7 +120,7 @@ def collapse(
       fn: [S, S * D] float32; base: [S] float32; scale: [1] float32.
       eps: added to the weights.
       norm_eps: added to the mean square of a token's S * D values.
-      implementation: None (automatic) or "reference".
+      implementation: None (automatic), "reference" or "tiled"; a few rows need no kernel.
 
     Returns:
       [T, D] in streams.dtype: float32 sum, one rounding.
@@ -118,5 +135,8 @@ def collapse(
     shapes.bind("fn", fn, (count, count * width), checks.FLOAT32)
     shapes.bind("base", base, (count,), checks.FLOAT32)
     shapes.bind("scale", scale, (1,), checks.FLOAT32)
-    checks.choose("hyper_connections.collapse", implementation, "reference", {"reference": None})
-    return reference.collapse(streams, fn, base, scale, eps=eps, norm_eps=norm_eps)
+    chosen = checks.pick(
+        "hyper_connections.collapse", implementation, "there is none for the collapse"
+    )
+    form = reference if chosen == "reference" else tiled
+    return form.collapse(streams, fn, base, scale, eps=eps, norm_eps=norm_eps)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import checks
-from pallas_kernels.indexer import reference
+from pallas_kernels.indexer import kernel, reference, tiled
 
 __all__ = ["indexer_scores", "select_entries"]
 
@@ -18,6 +18,7 @@ def indexer_scores(
     *,
     ratio: int = 4,
     implementation: str | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """score(t, i) = sum over heads of weights[t, h] * relu(queries[t, h] . keys[i]), in float32.
 
@@ -27,7 +28,10 @@ def indexer_scores(
       weights: [T, Hi] float32, signed.
       position: absolute position of the first token, int32 scalar (may be traced).
       ratio: tokens per entry; token t sees entries i < (position + t + 1) // ratio.
-      implementation: None (automatic) or "reference".
+      implementation: None (automatic), "reference", "tiled" (plain JAX, bounded workspace, any
+        backend), "portable" (Pallas-Triton, any recent NVIDIA GPU) or "sm90" (tiles for Hopper).
+        They differ in the last bits.
+      interpret: run the kernels in the interpreter, on any backend.
 
     Returns:
       [T, N] float32, -inf where the entry is not visible.
@@ -37,8 +41,23 @@ def indexer_scores(
       NotImplementedError: the implementation asked for cannot run this call.
     """
     _check("indexer_scores", queries, keys, weights, ratio)
-    checks.choose("indexer_scores", implementation, "reference", {"reference": None})
-    return reference.indexer_scores(queries, keys, weights, checks.scalar(position), ratio=ratio)
+    chosen = checks.pick(
+        "indexer_scores", implementation, kernel.refusal(queries), interpret=interpret
+    )
+    position = checks.scalar(position)
+    if chosen in kernel.CONFIGS:
+        scores = kernel.indexer_scores(
+            queries,
+            keys,
+            weights,
+            position,
+            ratio=ratio,
+            config=kernel.CONFIGS[chosen],
+            interpret=interpret,
+        )
+        return scores[:, : keys.shape[0]]
+    form = reference if chosen == "reference" else tiled
+    return form.indexer_scores(queries, keys, weights, position, ratio=ratio)
 
 
 def select_entries(
@@ -51,12 +70,13 @@ def select_entries(
     ratio: int = 4,
     query_tile: int | None = None,
     implementation: str | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """The k best-scored visible entries of every token; all visible ones where at most k are.
 
     Arguments as in `indexer_scores`; ties go to the lower entry, NaN scores are never selected.
-    query_tile is the number of tokens whose scores exist at one time (None = a default); it bounds
-    the workspace and does not change the result.
+    query_tile is the number of tokens whose scores the kernels keep at one time (None = what fits
+    in 512 MiB); it bounds the workspace and does not change the result.
 
     Returns:
       [T, k] int32, ascending, padded with -1.
@@ -67,10 +87,24 @@ def select_entries(
     """
     _check("select_entries", queries, keys, weights, ratio)
     checks.positive("select_entries", k=k, query_tile=1 if query_tile is None else query_tile)
-    checks.choose("select_entries", implementation, "reference", {"reference": None})
-    return reference.select_entries(
-        queries, keys, weights, checks.scalar(position), k=k, ratio=ratio
+    chosen = checks.pick(
+        "select_entries", implementation, kernel.refusal(queries), interpret=interpret
     )
+    position = checks.scalar(position)
+    if chosen in kernel.CONFIGS:
+        return kernel.select_entries(
+            queries,
+            keys,
+            weights,
+            position,
+            k=k,
+            ratio=ratio,
+            tile=query_tile,
+            config=kernel.CONFIGS[chosen],
+            interpret=interpret,
+        )
+    form = reference if chosen == "reference" else tiled
+    return form.select_entries(queries, keys, weights, position, k=k, ratio=ratio)
 
 
 def _check(

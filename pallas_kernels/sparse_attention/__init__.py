@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import checks
-from pallas_kernels.sparse_attention import reference
+from pallas_kernels import attention_kernel, checks
+from pallas_kernels.sparse_attention import reference, tiled
 
 __all__ = ["sparse_attention"]
 
@@ -21,6 +21,7 @@ def sparse_attention(
     window: int,
     scale: float,
     implementation: str | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """One softmax over the window, the listed compressed entries and the sink.
 
@@ -34,7 +35,10 @@ def sparse_attention(
       position: absolute position of the first token, int32 scalar (may be traced).
       window: rows of the sliding window, the token itself included.
       scale: factor on q . k, head_dim ** -0.5.
-      implementation: None (automatic) or "reference".
+      implementation: None (automatic), "reference", "tiled" (plain JAX, bounded workspace, any
+        backend), "portable" (Pallas-Triton, any recent NVIDIA GPU) or "sm90" (tiles for Hopper).
+        They differ in the last bits.
+      interpret: run the kernels in the interpreter, on any backend.
 
     Returns:
       [T, H, K] in q.dtype, with the roundings of `window_attention`. The sum runs in list order:
@@ -51,14 +55,25 @@ def sparse_attention(
     shapes.bind("compressed", compressed, "NK", (q.dtype,))
     shapes.bind("indices", indices, "Tk", checks.INT32)
     shapes.bind("sink", sink, "H", checks.FLOAT32)
-    checks.choose("sparse_attention", implementation, "reference", {"reference": None})
-    return reference.sparse_attention(
-        q,
-        window_kv,
-        compressed,
-        indices,
-        sink,
-        checks.scalar(position),
-        window=window,
-        scale=scale,
+    chosen = checks.pick(
+        "sparse_attention", implementation, attention_kernel.refusal(q), interpret=interpret
+    )
+    position = checks.scalar(position)
+    if chosen in attention_kernel.CONFIGS:
+        return attention_kernel.attend(
+            q,
+            window_kv,
+            compressed,
+            indices,
+            sink,
+            position,
+            ratio=1,
+            window=window,
+            scale=scale,
+            config=attention_kernel.CONFIGS[chosen],
+            interpret=interpret,
+        )
+    form = reference if chosen == "reference" else tiled
+    return form.sparse_attention(
+        q, window_kv, compressed, indices, sink, position, window=window, scale=scale
     )

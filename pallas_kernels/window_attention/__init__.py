@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import checks
-from pallas_kernels.window_attention import reference
+from pallas_kernels import attention_kernel, checks
+from pallas_kernels.window_attention import reference, tiled
 
 __all__ = ["window_attention"]
 
@@ -21,6 +21,7 @@ def window_attention(
     window: int,
     scale: float,
     implementation: str | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """One softmax over the window, the visible compressed entries and the sink.
 
@@ -39,7 +40,10 @@ def window_attention(
       ratio: tokens per compressed entry (not used without `compressed`).
       window: rows of the sliding window, the token itself included.
       scale: factor on q . k, head_dim ** -0.5.
-      implementation: None (automatic) or "reference".
+      implementation: None (automatic), "reference", "tiled" (plain JAX, bounded workspace, any
+        backend), "portable" (Pallas-Triton, any recent NVIDIA GPU) or "sm90" (tiles for Hopper).
+        They differ in the last bits.
+      interpret: run the kernels in the interpreter, on any backend.
 
     Returns:
       [T, H, K] in q.dtype. bfloat16: scores and sums in float32, probabilities rounded to bfloat16
@@ -57,14 +61,25 @@ def window_attention(
         checks.positive("window_attention", ratio=ratio)
         shapes.bind("compressed", compressed, "NK", (q.dtype,))
     shapes.bind("sink", sink, "H", checks.FLOAT32)
-    checks.choose("window_attention", implementation, "reference", {"reference": None})
-    return reference.window_attention(
-        q,
-        window_kv,
-        compressed,
-        sink,
-        checks.scalar(position),
-        ratio=ratio,
-        window=window,
-        scale=scale,
+    chosen = checks.pick(
+        "window_attention", implementation, attention_kernel.refusal(q), interpret=interpret
+    )
+    position = checks.scalar(position)
+    if chosen in attention_kernel.CONFIGS:
+        return attention_kernel.attend(
+            q,
+            window_kv,
+            compressed,
+            None,
+            sink,
+            position,
+            ratio=ratio,
+            window=window,
+            scale=scale,
+            config=attention_kernel.CONFIGS[chosen],
+            interpret=interpret,
+        )
+    form = reference if chosen == "reference" else tiled
+    return form.window_attention(
+        q, window_kv, compressed, sink, position, ratio=ratio, window=window, scale=scale
     )

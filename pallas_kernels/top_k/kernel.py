@@ -1,0 +1,147 @@
+"""Pallas-Triton kernel of the exact top-k set: threshold by bisection, then compaction.
+
+Floats are mapped to int32 keys of the same order. One program holds a segment of a row in
+registers, narrows the interval around the k-th key by counting until exactly k keys lie above it
+or one key is left, and stores the positions that a prefix sum gives. Rows longer than a segment
+take a second pass over the winners of their segments, which are in ascending order again. Counting
+and prefix sums are integer work: the set is exact and the same on every run.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+SEGMENT = 8192  # scores that one program holds; at most 32768, so that two counts fit in an int32
+_NOTHING = np.int32(np.iinfo(np.int32).min)  # key of -inf, NaN and absent scores
+
+
+def top_k(
+    scores: jax.Array,
+    k: int,
+    limit: jax.Array | None = None,
+    *,
+    segment: int = SEGMENT,
+    interpret: bool = False,
+) -> jax.Array:
+    """Indices [T, k]; see `pallas_kernels.top_k.top_k`.
+
+    limit [T] int32: row t has scores in its first limit[t] columns only and the others may hold
+    anything; None = all columns.
+    """
+    rows, entries = scores.shape
+    if limit is None:
+        limit = jnp.full((rows,), entries, jnp.int32)
+    size = min(segment, max(128, _power_of_two(entries)))
+    segments = -(-entries // size)
+    winners = _call(scores, limit, None, k, size, segments, interpret)
+    if segments == 1:
+        return winners[:, 0, :k]
+    candidates = winners[:, :, :k].reshape(rows, segments * k)
+    size = max(128, _power_of_two(segments * k))
+    return _call(scores, limit, candidates, k, size, 1, interpret)[:, 0, :k]
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _call(
+    scores: jax.Array,
+    limit: jax.Array,
+    candidates: jax.Array | None,
+    k: int,
+    size: int,
+    segments: int,
+    interpret: bool,
+) -> jax.Array:
+    """[T, segments, k + 1] indices; the last column takes what a masked store must not write."""
+    rows, entries = scores.shape
+    arrays = [limit, scores]
+    if candidates is not None:
+        arrays.append(candidates)
+    kernel = functools.partial(
+        _kernel, has_candidates=candidates is not None, k=k, size=size, entries=entries
+    )
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((rows, segments, k + 1), jnp.int32),
+        grid=(segments, rows),
+        in_specs=[pl.no_block_spec] * len(arrays),
+        out_specs=pl.no_block_spec,
+        compiler_params=plt.CompilerParams(num_warps=_warps(size), num_stages=1),
+        interpret=interpret,
+        name="top_k",
+    )(*arrays)
+
+
+def _warps(size: int) -> int:
+    return max(1, min(16, size // 2048))
+
+
+def _kernel(limit_ref, scores_ref, *refs, has_candidates: bool, k: int, size: int, entries: int):
+    out_ref = refs[-1]
+    segment, row = pl.program_id(0), pl.program_id(1)
+    lanes = jnp.arange(size, dtype=jnp.int32)
+    limit = jnp.minimum(limit_ref[row], entries)
+    if has_candidates:
+        count = refs[0].shape[1]
+        there = lanes < count
+        ids = plt.load(refs[0].at[row, jnp.minimum(lanes, count - 1)], mask=there, other=-1)
+        there = there & (ids >= 0)
+        ids = jnp.maximum(ids, 0)
+    else:
+        ids = segment * size + lanes
+        there = ids < limit
+        ids = jnp.minimum(ids, entries - 1)
+    scores = plt.load(scores_ref.at[row, ids], mask=there, other=-jnp.inf)
+    keys = _order(scores)
+    present = keys != _NOTHING
+    total = jnp.sum(present.astype(jnp.int32))
+
+    # Invariant: at least k keys are >= low, fewer than k are >= high (when there are k at all).
+    low = jnp.min(jnp.where(present, keys, np.int32(np.iinfo(np.int32).max)))
+    high = jnp.max(keys) + 1
+    low, _ = jax.lax.while_loop(
+        lambda bounds: bounds[0] < bounds[1] - 1,
+        functools.partial(_halve, keys, k),
+        (low, jnp.where(total > k, high, low)),
+    )
+    above = (keys > low) & present
+    level = (keys == low) & present
+    # Both prefix sums in one: the counts of a segment fit in 16 bits each.
+    ranks = jnp.cumsum(above.astype(jnp.int32) + (level.astype(jnp.int32) << 16))
+    spare = jnp.minimum(k, total) - jnp.sum(above.astype(jnp.int32))
+    rank = (ranks & 0xFFFF) + jnp.minimum(ranks >> 16, spare)
+    chosen = above | (level & ((ranks >> 16) <= spare))
+    plt.store(out_ref.at[row, segment, jnp.where(chosen, rank - 1, k)], ids, mask=chosen)
+    slots = jnp.arange(_power_of_two(k), dtype=jnp.int32)
+    empty = (slots >= jnp.minimum(k, total)) & (slots < k)
+    plt.store(
+        out_ref.at[row, segment, jnp.where(empty, slots, k)],
+        jnp.full(slots.shape, -1, jnp.int32),
+        mask=empty,
+    )
+
+
+def _halve(keys, k, bounds):
+    low, high = bounds
+    middle = (low >> 1) + (high >> 1) + (low & high & 1)
+    count = jnp.sum((keys >= middle).astype(jnp.int32))
+    # With exactly k keys above the middle it is the threshold: the interval closes.
+    low = jnp.where(count >= k, middle, low)
+    high = jnp.where(count > k, high, jnp.where(count == k, middle + 1, middle))
+    return low, high
+
+
+def _order(scores):
+    """int32 keys in the order of the scores; both zeros are one value."""
+    scores = jnp.where(scores == 0.0, 0.0, scores)
+    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    usable = (scores == scores) & (scores != -jnp.inf)
+    return jnp.where(usable, keys, _NOTHING)
