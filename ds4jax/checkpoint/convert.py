@@ -55,7 +55,7 @@ def convert(
     job = _Job(source, contents.expert_format, partial, identity)
     job.remove_unfinished()
     storage.require_free(partial, job.missing_bytes)
-    with storage.full_disk_reported(partial, job.missing_bytes):
+    with storage.write_errors_reported(partial, job.missing_bytes):
         job.run(on_progress)
         os.replace(partial, out_dir)
         # Only now: until the rename an interrupted run must find it.
@@ -179,7 +179,7 @@ class _Job:
             if name in self.specs:
                 load.require_valid(name, self.specs[name], arrays, self.source.config)
         path = self.folder / "resident"
-        storage.save_tree(path, converted.nested(arrays))
+        storage.save_tree(path, storage.nested(arrays))
         return {"sha256": storage.hash_folder(path)}
 
     def _write_slab(self, name: str) -> dict[str, Any]:

@@ -192,8 +192,8 @@ class ConvertedSource(TensorSource):
             name: np.empty(self._resident[name].shape, self._resident[name].numpy_dtype)
             for name in names
         }
-        tree = storage.load_tree(self.folder / "resident", nested(wanted))
-        return {name: np.asarray(_at(tree, name)) for name in names}
+        tree = storage.load_tree(self.folder / "resident", storage.nested(wanted))
+        return {name: np.asarray(storage.at(tree, name)) for name in names}
 
 
 def is_converted(folder: str | os.PathLike[str]) -> bool:
@@ -241,21 +241,3 @@ def changed_components(components: Mapping[str, Component], hashes: Mapping[str,
         )
         != hashes.get(field)
     ]
-
-
-def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a.b": x} -> {"a": {"b": x}}."""
-    tree: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *parents, last = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = array
-    return tree
-
-
-def _at(tree: Mapping[str, Any], name: str) -> Any:
-    for part in name.split("."):
-        tree = tree[part]
-    return tree

@@ -477,7 +477,7 @@ class Size:
 
     tensors: int
     nbytes: int
-    by_dtype: Mapping[str, int]
+    by_dtype: dict[str, int]
 
 
 def component_of(name: str) -> str:

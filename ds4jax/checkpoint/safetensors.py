@@ -97,12 +97,17 @@ def close_all(files: dict[str, int]) -> None:
 def read_exactly(file: int, path: str, buffer: np.ndarray, offset: int) -> None:
     """Fills `buffer` (contiguous) from `offset` of an open file.
 
-    Raises CheckpointError when the file ends before the buffer is full.
+    Raises CheckpointError when the file ends before the buffer is full or cannot be read.
     """
     rest = memoryview(buffer).cast("B")
     while rest:
         # One call moves at most 2 GiB - 4 KiB on Linux, hence the loop.
-        count = os.preadv(file, [rest], offset)
+        try:
+            count = os.preadv(file, [rest], offset)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read at offset {offset} ({error.strerror}): check the disk"
+            ) from error
         if count == 0:
             raise CheckpointError(
                 f"{path} ended {len(rest)} bytes early at offset {offset}: it was cut while being "
@@ -132,6 +137,9 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> SafetensorsSource:
     for path in files:
         try:
             header = read_header(path)
+        except OSError as error:
+            problems.append(f"{path} cannot be read ({error.strerror})")
+            continue
         except CheckpointError as error:
             problems.extend(error.problems)
             continue

@@ -7,10 +7,11 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy as np
+from absl import logging
 from orbax.checkpoint import v1 as ocp
 
 from ds4jax.checkpoint.source import CheckpointError
@@ -20,15 +21,14 @@ HASH_STEP = 16 << 20  # bytes read at once while hashing
 
 def require_free(path: pathlib.Path, needed: int) -> None:
     """Raises CheckpointError unless the file system of `path` has `needed` bytes free."""
-    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    free = _free_bytes(path)
     if free < needed:
         raise CheckpointError(_full_disk_message(path, needed, free))
 
 
 @contextlib.contextmanager
-def full_disk_reported(path: pathlib.Path, needed: int) -> Generator[None]:
-    """Turns the error of a disk that fills up while writing below `path` into a CheckpointError.
+def write_errors_reported(path: pathlib.Path, needed: int) -> Generator[None]:
+    """Turns a full disk and other failures to write below `path` into CheckpointError.
 
     needed  bytes that were still to be written when the block began
     """
@@ -37,11 +37,19 @@ def full_disk_reported(path: pathlib.Path, needed: int) -> Generator[None]:
     except Exception as error:
         code = error.errno if isinstance(error, OSError) else None
         # Orbax wraps the operating system's error and keeps only its text.
-        if code not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in str(error):
-            raise
-        existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-        free = shutil.disk_usage(existing).free
-        raise CheckpointError(_full_disk_message(path, needed, free)) from error
+        if code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+            raise CheckpointError(_full_disk_message(path, needed, _free_bytes(path))) from error
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{error.filename or path} cannot be written ({error.strerror or error}): choose "
+                "another folder"
+            ) from error
+        raise
+
+
+def _free_bytes(path: pathlib.Path) -> int:
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
 
 
 def _full_disk_message(path: pathlib.Path, needed: int, free: int) -> str:
@@ -51,9 +59,21 @@ def _full_disk_message(path: pathlib.Path, needed: int, free: int) -> str:
     )
 
 
+@contextlib.contextmanager
+def _orbax_warnings_only() -> Generator[None]:
+    """Keeps the dozens of progress lines of an Orbax call out of the log."""
+    level = logging.get_verbosity()
+    logging.set_verbosity(min(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
 def save_tree(path: pathlib.Path, tree: Any) -> None:
     """Saves nested dicts of numpy arrays as an Orbax checkpoint, in place of what is there."""
-    ocp.save(str(path.absolute()), tree, overwrite=True)
+    with _orbax_warnings_only():
+        ocp.save(str(path.absolute()), tree, overwrite=True)
 
 
 def load_tree(path: pathlib.Path, part: Any = None) -> Any:
@@ -64,13 +84,32 @@ def load_tree(path: pathlib.Path, part: Any = None) -> Any:
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     try:
-        with context:
+        with context, _orbax_warnings_only():
             return ocp.load(str(path.absolute()), part)
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read as an Orbax checkpoint ({type(error).__name__}: {error}): "
             "write it again"
         ) from error
+
+
+def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": x} -> {"a": {"b": x}}."""
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *parents, last = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = array
+    return tree
+
+
+def at(tree: Any, name: str) -> Any:
+    """The leaf "a.b" of {"a": {"b": leaf}}."""
+    for part in name.split("."):
+        tree = tree[part]
+    return tree
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
