@@ -1,7 +1,6 @@
 """The engine: loads a checkpoint and reads prompts chunk by chunk into logits and state."""
 
 import dataclasses
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from ds4jax.cache import (
 )
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint import load as loading
-from ds4jax.checkpoint.convert import ConvertedSource, is_converted
+from ds4jax.checkpoint.converted import ConvertedSource, is_converted
 from ds4jax.checkpoint.safetensors import open_checkpoint
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.checkpoint.synthetic import SyntheticSource
@@ -344,10 +343,10 @@ class Engine:
                 put("top_tokens", part.tokens)
 
     def _with_room(self, state: SequenceState | None, tokens: int) -> SequenceState:
-        """`state`, or an empty one, with buffers for `tokens` tokens."""
-        if state is not None and _capacity(state, self.model_config) >= tokens:
-            return state
+        """`state`, or an empty one, with the buffers that a sequence of `tokens` tokens gets."""
         capacity = capacity_tokens(self.config, self.model_config, tokens)
+        if state is not None and _capacity(state, self.model_config) >= capacity:
+            return state
         wanted = admission.price(
             self.model_config,
             self.numerics,
@@ -491,24 +490,8 @@ def _load(
         needed,
         available,
         time.perf_counter() - began,
-        fingerprint(source),
+        loading.fingerprint(source),
     )
-
-
-def fingerprint(source: TensorSource) -> str:
-    """Identifies a model by its config and the bytes of its norms, whatever file they are in.
-
-    Two checkpoints with equal norms in every layer but other matrices are not told apart.
-    """
-    digest = hashlib.sha256(repr(source.config).encode())
-    infos = source.infos()
-    norms = sorted(
-        name for name in infos if name.endswith("norm.weight") and not name.startswith("mtp.")
-    )
-    for name, values in source.read_many(norms).items():
-        digest.update(name.encode())
-        digest.update(values.tobytes())
-    return digest.hexdigest()
 
 
 def as_run_config(

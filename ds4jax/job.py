@@ -9,21 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import jax
 import numpy as np
 
 from ds4jax import engine as engines
 from ds4jax import events, report
-from ds4jax.cache import state_bytes
-from ds4jax.checkpoint.state import load_state, save_state
+from ds4jax.cache import SequenceState, state_bytes
+from ds4jax.checkpoint.load import fingerprint
+from ds4jax.checkpoint.source import TensorSource
+from ds4jax.checkpoint.state import RECORD_NAME, load_state, save_state
 from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.engine import Engine, PrefillReport, PrefillResult
 from ds4jax.run_config import RunConfig
 from ds4jax.text import Prompt, PromptError, Tokenizer, read_prompts
 
-LOGITS_FILE = "logits.npy"
 METRICS_FILE = "metrics.jsonl"
 STATE_FOLDER = "state"
-TOKENS_FILE = "tokens.npy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,9 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
         source = stack.enter_context(engines.open_source(job.checkpoint))
         prompts = read_prompts(job.config.prompt, lambda: Tokenizer(job.checkpoint))
         _check_prompts(prompts, source.config, job)
-        saved = _find_saved(job.resume_from, prompts) if job.resume_from else None
+        state = None
+        if job.resume_from:
+            state = _restore(job.resume_from, source, job.config, prompts[0].ids)
         folder = stack.enter_context(report.output_folder(job.out_dir, overwrite=job.overwrite))
         report.require_space(folder, _output_bytes(job.config, source.config, prompts))
         metrics = stack.enter_context(open(folder / METRICS_FILE, "w", encoding="utf-8"))
@@ -63,10 +66,10 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
                 on_event=observe,
             )
         )
-        writers = _Writers(folder)
+        writers = stack.enter_context(_Writers(folder))
         stop = stack.enter_context(_stop_on_sigint(stream))
         reports = []
-        for i, result in enumerate(_results(engine, prompts, saved, observe, writers, stop)):
+        for i, result in enumerate(_results(engine, prompts, state, observe, writers, stop)):
             reports.append(result.report)
             if job.config.prefill.save_state:
                 _save(folder / STATE_FOLDER / str(i), result, prompts[i], engine)
@@ -77,7 +80,7 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
                 f"after {read} tokens; nothing was written (config.prefill.save_state keeps the "
                 "state of a stopped run)"
             )
-        result = _run_record(job, engine, prompts, reports, writers.close(), interrupted)
+        result = _run_record(job, engine, prompts, reports, writers.complete(), interrupted)
         report.write_json(folder / report.RUN_FILE, result)
         return result
 
@@ -85,12 +88,12 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
 def _results(
     engine: Engine,
     prompts: list[Prompt],
-    saved: Path | None,
+    state: SequenceState | None,
     observe: events.Observer,
     writers: "_Writers",
     stop: threading.Event,
 ) -> Iterator[PrefillResult]:
-    if saved is None:
+    if state is None:
         yield from engine.prefill_many(
             [prompt.ids for prompt in prompts],
             names=[prompt.name for prompt in prompts],
@@ -99,7 +102,6 @@ def _results(
             stop=stop,
         )
         return
-    state = load_state(saved, engine.model_config, engine.numerics, engine.fingerprint)
     yield engine.prefill(
         prompts[0].ids[state.position :],
         state,
@@ -111,21 +113,23 @@ def _results(
     )
 
 
-class _Writers:
+class _Writers(contextlib.ExitStack):
     """The output arrays of a run, one file per name, made when the first rows arrive."""
 
     def __init__(self, folder: Path):
+        super().__init__()
         self._folder = folder
         self._writers: dict[str, report.ArrayWriter] = {}
 
     def append(self, name: str, rows: np.ndarray) -> None:
         if name not in self._writers:
             path = self._folder / f"{name}.npy"
-            self._writers[name] = report.ArrayWriter(path, rows.dtype, rows.shape[1:])
+            writer = report.ArrayWriter(path, rows.dtype, rows.shape[1:])
+            self._writers[name] = self.enter_context(writer)
         self._writers[name].append(rows)
 
-    def close(self) -> dict[str, dict[str, Any]]:
-        """Completes the files: rows and sha256 of the data of each."""
+    def complete(self) -> dict[str, dict[str, Any]]:
+        """Finishes the files: rows and sha256 of the data of each."""
         return {
             writer.path.name: {"rows": writer.rows, "sha256": writer.close()}
             for writer in self._writers.values()
@@ -143,11 +147,13 @@ def _check_prompts(prompts: list[Prompt], model_config: ModelConfig, job: Prefil
         )
 
 
-def _find_saved(resume_from: str, prompts: list[Prompt]) -> Path:
-    """The state folder below `resume_from` whose tokens begin the prompt."""
+def _restore(
+    resume_from: str, source: TensorSource, config: RunConfig, ids: np.ndarray
+) -> SequenceState:
+    """The state below `resume_from`, in host memory, if it has read the beginning of `ids`."""
     root = Path(resume_from)
     candidates = [root, *sorted((root / STATE_FOLDER).glob("*"))]
-    folders = [folder for folder in candidates if (folder / TOKENS_FILE).is_file()]
+    folders = [folder for folder in candidates if (folder / RECORD_NAME).is_file()]
     if not folders:
         raise ConfigError(
             f"--resume_from: {resume_from} holds no saved state, expected a run made with "
@@ -155,31 +161,30 @@ def _find_saved(resume_from: str, prompts: list[Prompt]) -> Path:
         )
     if len(folders) > 1:
         raise ConfigError(
-            f"--resume_from: {resume_from} holds {len(folders)} states: name one of "
+            f"--resume_from: {resume_from} holds {len(folders)} states, expected one: name one of "
             f"{', '.join(str(folder) for folder in folders)}"
         )
-    seen, ids = np.load(folders[0] / TOKENS_FILE, allow_pickle=False), prompts[0].ids
-    common = min(len(seen), len(ids))
-    different = np.flatnonzero(seen[:common] != ids[:common])
-    if different.size:
-        at = int(different[0])
-        raise PromptError(
-            f"--resume_from: the state in {folders[0]} has read {len(seen)} tokens, and token {at} "
-            f"of them is {seen[at]} where the prompt has {ids[at]}: expected a prompt that begins "
-            "with the tokens of the state"
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        state = load_state(
+            folders[0], source.config, config.numerics.resolve(), fingerprint(source), ids
         )
-    if len(ids) <= len(seen):
+    if state.position == len(ids):
         raise PromptError(
-            f"--resume_from: the state in {folders[0]} is at position {len(seen)} and the prompt "
-            f"has {len(ids)} tokens: expected a longer prompt, so that a token is left to read"
+            f"--resume_from: the state in {folders[0]} has read all {len(ids)} tokens of the "
+            "prompt: expected a longer prompt, so that a token is left to read"
         )
-    return folders[0]
+    return state
 
 
 def _save(folder: Path, result: PrefillResult, prompt: Prompt, engine: Engine) -> None:
-    with report.disk_errors(folder):
-        save_state(folder, result.state, engine.fingerprint)
-        np.save(folder / TOKENS_FILE, prompt.ids[: result.state.position])
+    save_state(
+        folder,
+        result.state,
+        engine.model_config,
+        engine.numerics,
+        engine.fingerprint,
+        prompt.ids,
+    )
 
 
 def _output_bytes(config: RunConfig, model_config: ModelConfig, prompts: list[Prompt]) -> int:

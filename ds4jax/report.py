@@ -27,8 +27,10 @@ class OutputError(ValueError):
 class ArrayWriter:
     """A .npy file that grows row by row, so that it never has to fit in memory.
 
-    rows   [n, *row_shape] of `dtype`, any n, in order; `sha256` covers the data bytes of all
-           rows in little-endian order, without the file's header.
+    rows   [n, *row_shape] of `dtype`, any n, in order; the sha256 that `close` returns covers
+           the little-endian data bytes of all rows, without the file's header.
+
+    As a context manager it lets go of the file when the block fails.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, row_shape: tuple[int, ...]):
@@ -38,6 +40,13 @@ class ArrayWriter:
         with disk_errors(path):
             self._file = open(path, "wb")  # noqa: SIM115  (close() ends it)
             self._write_header()
+
+    def __enter__(self) -> "ArrayWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):  # the error that led here is the one to tell
+            self._file.close()
 
     def append(self, rows: np.ndarray) -> None:
         """Adds rows; raises OutputError when the disk is full."""
@@ -75,17 +84,28 @@ class ArrayWriter:
 def disk_errors(path: Path) -> Iterator[None]:
     """Turns a full disk and other failures to write below `path` into OutputError."""
     try:
-        yield
+        with _full_disk(path):
+            yield
     except OSError as error:
-        place = Path(error.filename) if isinstance(error.filename, str) else path
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OutputError(
-                f"{place}: the disk is full ({_free_bytes(place)} bytes are free): free some "
-                "space, take another --out_dir, or keep less (config.prefill.logits, "
-                "config.prefill.save_state)"
-            ) from None
+        place = error.filename if isinstance(error.filename, str) else path
         raise OutputError(
             f"{place} cannot be written ({error.strerror or error}): take another --out_dir"
+        ) from None
+
+
+@contextlib.contextmanager
+def _full_disk(path: Path) -> Iterator[None]:
+    """Turns a full disk into OutputError and leaves every other error as it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        place = Path(error.filename) if isinstance(error.filename, str) else path
+        raise OutputError(
+            f"{place}: the disk is full ({_free_bytes(place)} bytes are free): free some space, "
+            "take another --out_dir, or keep less (config.prefill.logits, "
+            "config.prefill.save_state)"
         ) from None
 
 
@@ -124,7 +144,8 @@ def output_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
     try:
-        yield staging
+        with _full_disk(staging):
+            yield staging
         with disk_errors(target):
             _replace(staging, target)
     finally:

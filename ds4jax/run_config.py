@@ -142,6 +142,11 @@ class PromptConfig(_Section):
                 f"the prompt is given {len(given)} times, by "
                 f"{' and '.join(f'config.prompt.{name}' for name in given)}: give it once"
             )
+        if self.effort != "none" and self.form != "thinking":
+            raise ConfigError(
+                f"config.prompt.effort is {self.effort!r} with config.prompt.form {self.form!r}, "
+                "expected the form 'thinking'"
+            )
 
     def sources(self) -> list[str]:
         """Names of the fields that give a prompt."""
@@ -240,11 +245,15 @@ def leaves(cls: type = RunConfig, prefix: str = "config") -> Iterator[Leaf]:
         yield Leaf(key, kind, optional, field.default, **limits)
 
 
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """A closing remark for messages about an unknown name: the nearest known one, or all."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+def _nearest(name: str, cls: Any, prefix: str) -> str:
+    """What to say of an unknown `name` in section `prefix`: a similar key here, then anywhere."""
+    here = {field.name: f"{prefix}.{field.name}" for field in dataclasses.fields(cls)}
+    anywhere = {leaf.key.rpartition(".")[2]: leaf.key for leaf in leaves()}
+    for known in (here, anywhere):
+        near = difflib.get_close_matches(name, known, n=1)
+        if near:
+            return f"did you mean {known[near[0]]}?"
+    return f"expected one of {', '.join(here.values())}"
 
 
 def _plain_type(hint: Any) -> tuple[Any, bool]:
@@ -263,8 +272,7 @@ def _build(cls: Any, values: Any, where: str, prefix: str, base: Any = None) -> 
     for name, value in values.items():
         key = f"{prefix}.{name}"
         if name not in hints:
-            known = [f"{prefix}.{field.name}" for field in dataclasses.fields(cls)]
-            raise ConfigError(f"{where}: unknown key {key}, {nearest(key, known)}")
+            raise ConfigError(f"{where}: unknown key {key}, {_nearest(name, cls, prefix)}")
         if dataclasses.is_dataclass(hints[name]):
             part = getattr(base, name) if base is not None else None
             arguments[name] = _build(hints[name], value, where, key, part)
