@@ -9,7 +9,15 @@ Formats (OCP microscaling and 8-bit float definitions):
 `host` holds the same decoders, and the encoders, for numpy arrays.
 """
 
-from pallas_kernels.codecs.decode import decode_e8m0, decode_fp4, decode_fp8
+from pallas_kernels.codecs.decode import (
+    FP4_BLOCK,
+    FP8_BLOCK,
+    decode_e8m0,
+    decode_fp4,
+    decode_fp8,
+    e2m1_values,
+    scale_by,
+)
 from pallas_kernels.codecs.rounding import (
     fake_quant_fp4,
     fake_quant_fp8,
@@ -21,9 +29,12 @@ from pallas_kernels.codecs.rounding import (
 )
 
 __all__ = [
+    "FP4_BLOCK",
+    "FP8_BLOCK",
     "decode_e8m0",
     "decode_fp4",
     "decode_fp8",
+    "e2m1_values",
     "fake_quant_fp4",
     "fake_quant_fp8",
     "hadamard",
@@ -31,4 +42,5 @@ __all__ = [
     "round_e2m1",
     "round_e4m3",
     "round_to",
+    "scale_by",
 ]

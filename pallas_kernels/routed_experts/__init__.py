@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import codecs, support
-from pallas_kernels.routed_experts import reference
+from pallas_kernels.routed_experts import portable, reference, tiling
 from pallas_kernels.routed_experts.slab import ExpertSlab
 
-__all__ = ["ExpertSlab", "combine_slots", "expert_slots"]
+__all__ = ["ExpertSlab", "combine_slots", "expert_slots", "refusal"]
 
 
 def expert_slots(
@@ -52,18 +52,40 @@ def expert_slots(
     implementation asked for cannot run here.
     """
     _check(x, ids, weights, slabs, where, slots)
-    implementation = implementation or "reference"
-    reason = support.unsupported(implementation, support.default_device(), interpret=interpret)
-    support.require(implementation, reason)
     if slots is None:
         fill = jnp.where(ids >= 0, jnp.nan, 0.0).astype(x.dtype)
         slots = jnp.broadcast_to(fill[..., None], (*ids.shape, x.shape[1]))
     slabs_present = tuple(slab for slab in slabs if slab.experts)
     if not slabs_present or ids.size == 0:
         return slots
-    return reference.expert_slots(
-        x, ids, weights, slabs_present, where, slots, limit=limit, quantize_input=quantize_input
+    device = support.default_device()
+    if implementation is None:
+        implementation = "reference" if refusal("portable", x, slabs, device) else "portable"
+    support.require(implementation, refusal(implementation, x, slabs, device, interpret=interpret))
+    operands = (x, ids, weights, slabs_present, where, slots)
+    if implementation == "reference":
+        return reference.expert_slots(*operands, limit=limit, quantize_input=quantize_input)
+    blocks = tiling.choose(
+        device.device_kind, x.shape[1], slabs[0].width, *ids.shape, experts=where.size
     )
+    return portable.expert_slots(
+        *operands, limit=limit, quantize_input=quantize_input, tiling=blocks, interpret=interpret
+    )
+
+
+def refusal(
+    implementation: str,
+    x: jax.Array,
+    slabs: tuple[ExpertSlab, ...],
+    device: jax.Device,
+    *,
+    interpret: bool = False,
+) -> str | None:
+    """Why `implementation` cannot run these operands of `expert_slots` on `device`, or None."""
+    reason = support.unsupported(implementation, device, interpret=interpret)
+    if reason is None and implementation != "reference":
+        reason = portable.unsupported(x, slabs)
+    return reason
 
 
 def combine_slots(slots: jax.Array, shared: jax.Array) -> jax.Array:

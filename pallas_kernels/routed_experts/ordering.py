@@ -35,3 +35,37 @@ def order_rows(ids: jax.Array, where: jax.Array, experts: int) -> RowOrder:
     bounds = jnp.arange(experts + 1, dtype=jnp.uint32) * np.uint32(rows)
     starts = jnp.sum(key[None, :] < bounds[:, None], axis=1, dtype=jnp.int32)
     return RowOrder(order, starts)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowTiles:
+    """Pieces of at most `size` sorted rows, each of one expert of one slab.
+
+    expert  i32 [tiles]: row of the expert in its slab.
+    start   i32 [tiles]: first position in `RowOrder.rows`.
+    count   i32 [tiles]: rows of the piece, 0 for the unused tail of the table.
+    """
+
+    expert: jax.Array
+    start: jax.Array
+    count: jax.Array
+
+
+def row_tiles(order: RowOrder, first: int, experts: int, size: int) -> RowTiles:
+    """Tiles of the experts [first, first + experts) of the concatenated slabs.
+
+    The table has room for every routing: rows // size full tiles and one partial tile per expert.
+    """
+    rows = order.rows.size
+    capacity = rows // size + min(experts, rows)
+    starts = order.starts[first : first + experts + 1]
+    needed = (jnp.diff(starts) + (size - 1)) // size
+    ends = jnp.cumsum(needed)
+    tile = jnp.arange(capacity, dtype=jnp.int32)
+    expert = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
+    used = expert < experts
+    expert = jnp.minimum(expert, experts - 1)
+    start = starts[expert] + (tile - (ends - needed)[expert]) * size
+    count = jnp.where(used, jnp.minimum(starts[expert + 1] - start, size), 0)
+    return RowTiles(expert, start, count)

@@ -1,0 +1,378 @@
+"""Grouped products on NVIDIA GPUs of compute capability 8.0 and above, in Pallas-Triton.
+
+Two kernels a slab: gate, up, clamp, SiLU and routing weight in one, down in the other. Weights lie
+on the long side of a block and routed rows on the short side, so few rows waste little. FP4 codes
+are decoded in registers, between the copy to shared memory and the matrix unit; rows of x are
+fetched by token and results are stored by slot, so no array is ever sorted, joined or decoded in
+memory. Every output column of a block sums over the contraction in one fixed order and sees no
+other column: the bits of a row do not depend on the rows beside it.
+
+A byte of FP4 codes holds two neighbours along the contraction. Splitting bytes into a tile of low
+and a tile of high nibbles keeps everything elementwise, if the other operand has its channels in
+the order [even channels, odd channels] within each 64: `split_pairs`. Gate and up write h in that
+order by walking the rows of w1 and w3 accordingly.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import codecs
+from pallas_kernels.routed_experts.ordering import RowOrder, RowTiles, order_rows, row_tiles
+from pallas_kernels.routed_experts.slab import ExpertSlab
+from pallas_kernels.routed_experts.tiling import MINIMUM_BLOCK, LayerTiling, Tiling
+
+_PAIRS = 32  # pairs of neighbours in a block of 64 channels
+
+
+def unsupported(x: jax.Array, slabs: tuple[ExpertSlab, ...]) -> str | None:
+    """Why these operands cannot be served here; None when they can."""
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}, the kernels compute in bfloat16"
+    for index, slab in enumerate(slabs):
+        if slab.format not in ("fp4", "bf16"):
+            return f"slab {index} is {slab.format}, the kernels read fp4 and bf16"
+        for name, size in (("D", slab.hidden), ("F", slab.width)):
+            if size % MINIMUM_BLOCK:
+                return f"slab {index} has {name}={size}, expected a multiple of {MINIMUM_BLOCK}"
+        for name in ("gate_up", "down"):
+            # Offsets are signed 32-bit numbers up to 4 GiB and 64-bit ones above.
+            nbytes = getattr(slab, name).size * getattr(slab, name).dtype.itemsize
+            if slab.format == "fp4" and 2**31 < nbytes <= 2**32:
+                return (
+                    f"{name} of slab {index} has {nbytes} bytes, between 2 and 4 GiB: cut the slab "
+                    "in two"
+                )
+    return None
+
+
+def expert_slots(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    slabs: tuple[ExpertSlab, ...],
+    where: jax.Array,
+    slots: jax.Array,
+    *,
+    limit: float,
+    quantize_input: bool,
+    tiling: LayerTiling,
+    interpret: bool,
+) -> jax.Array:
+    """See the door; `x` is bfloat16.
+
+    Memory beside the result: x once more, and h, bf16 [T * k, F], per slab.
+    """
+    tokens, k, hidden = slots.shape
+    order = order_rows(ids, where, sum(slab.experts for slab in slabs))
+    if quantize_input:
+        x = codecs.fake_quant_fp8(x, 128)
+    paired = split_pairs(x)
+    out = slots.reshape(tokens * k, hidden)
+    flat_weights = weights.reshape(-1)
+    first = 0
+    for slab in slabs:
+        tiles = row_tiles(order, first, slab.experts, tiling.gate_up.rows)
+        first += slab.experts
+        inputs = x if slab.format == "bf16" else paired
+        h = _gate_up(
+            inputs,
+            flat_weights,
+            order,
+            tiles,
+            slab,
+            k=k,
+            limit=limit,
+            tiling=_fit(tiling.gate_up, slab.width, hidden),
+            interpret=interpret,
+        )
+        if quantize_input:
+            # Blocks of 128 channels hold the same channels in either order.
+            h = codecs.fake_quant_fp8(h, 128)
+        out = _down(
+            h, order, tiles, slab, out, _fit(tiling.down, hidden, slab.width), interpret=interpret
+        )
+    return out.reshape(slots.shape)
+
+
+def split_pairs(x: jax.Array) -> jax.Array:
+    """Channels of x [rows, K] reordered to [32 even, 32 odd] within each 64."""
+    rows, channels = x.shape
+    pairs = x.reshape(rows, channels // MINIMUM_BLOCK, _PAIRS, 2)
+    return jnp.swapaxes(pairs, 2, 3).reshape(rows, channels)
+
+
+def _fit(tiling: Tiling, out: int, contraction: int) -> Tiling:
+    """The tiling with blocks that divide the matrix."""
+    return Tiling(
+        out=tiling.out if out % tiling.out == 0 else MINIMUM_BLOCK,
+        rows=tiling.rows,
+        step=tiling.step if contraction % tiling.step == 0 else MINIMUM_BLOCK,
+        warps=tiling.warps,
+        stages=tiling.stages,
+    )
+
+
+def _gate_up(x, weights, order: RowOrder, tiles: RowTiles, slab, *, k, limit, tiling, interpret):
+    """h [R, F] in sorted row order, channels in pair order for FP4; unserved rows are undefined."""
+    kernel = functools.partial(_gate_up_kernel, k=k, limit=limit, tiling=tiling)
+    return _call(
+        kernel,
+        "routed_experts_gate_up",
+        jax.ShapeDtypeStruct((order.rows.size, slab.width), x.dtype),
+        (x, weights, order.rows, tiles.expert, tiles.start, tiles.count),
+        (slab.gate_up, slab.gate_up_scale),
+        (slab.width // tiling.out, tiles.expert.size),
+        tiling,
+        interpret,
+    )
+
+
+def _down(h, order: RowOrder, tiles: RowTiles, slab, slots, tiling, *, interpret):
+    """slots [R, D] with the rows of this slab's experts filled in."""
+    kernel = functools.partial(_down_kernel, tiling=tiling)
+    return _call(
+        kernel,
+        "routed_experts_down",
+        jax.ShapeDtypeStruct(slots.shape, slots.dtype),
+        (slots, h, order.rows, tiles.expert, tiles.start, tiles.count),
+        (slab.down, slab.down_scale),
+        (slab.hidden // tiling.out, tiles.expert.size),
+        tiling,
+        interpret,
+        aliases={0: 0},
+    )
+
+
+def _call(
+    kernel, name, out_shape, operands, weight, grid, tiling, interpret, aliases=None
+) -> jax.Array:
+    """Runs `kernel(*operands, out, weight=...)` on whole arrays."""
+    arrays = [array for array in weight if array is not None]
+
+    def named(*refs):
+        inputs, (codes, *scales) = refs[: len(operands)], refs[len(operands) : -1]
+        reader = _Weight(codes, scales[0] if scales else None, tiling.step, interpret)
+        kernel(*inputs, refs[-1], weight=reader)
+
+    named.__name__ = name  # the name of the compiled kernel
+    return pl.pallas_call(
+        named,
+        grid=grid,
+        out_shape=out_shape,
+        compiler_params=plt.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
+        input_output_aliases=aliases or {},
+        interpret=interpret,
+        name=name,
+    )(*operands, *arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """Reads bf16 tiles of a slab's matrix in a kernel; `scales` is None unless codes are FP4."""
+
+    codes: Any
+    scales: Any
+    step: int
+    interpret: bool
+
+    @property
+    def paired(self) -> bool:
+        """Whether the other operand has its channels in pair order."""
+        return self.scales is not None
+
+    def scale_tile(self, expert, rows, index):
+        """Scale bytes of the step, to be loaded one step ahead; () when there are none.
+
+        A few bytes a row are too little for the asynchronous copies that the compiler arranges for
+        the other operands: loaded where they are used, they would stall every step.
+        """
+        if not self.paired:
+            return ()
+        blocks = self.step // codecs.FP4_BLOCK
+        block = index * blocks + jnp.arange(blocks, dtype=jnp.int32)
+        return self.scales[expert, rows[:, None], block[None, :]]
+
+    def tiles(self, expert, rows, index, scales):
+        """Pieces of w[expert, rows, index * step :][:, :step], each with its channels of x."""
+        first = index * self.step
+        if not self.paired:
+            channel = first + jnp.arange(self.step, dtype=jnp.int32)
+            return [(channel, self.codes[expert, rows[:, None], channel[None, :]])]
+        pairs = self.step // 2
+        pair = jnp.arange(pairs, dtype=jnp.int32)
+        codes = self.codes[expert, rows[:, None], (index * pairs + pair)[None, :]]
+        # The decoder is written in PTX for the GPU and in plain operations for the interpreter.
+        low, high = (_decode_plain if self.interpret else _decode_ptx)(codes, scales)
+        # lax.div and lax.rem: the compiler sees runs of 32 channels through them, not through the
+        # selects of // and % on signed numbers.
+        channel = first + lax.div(pair, _PAIRS) * MINIMUM_BLOCK + lax.rem(pair, _PAIRS)
+        return [(channel, low), (channel + _PAIRS, high)]
+
+
+def _gate_up_kernel(
+    x_ref,
+    weights_ref,
+    rows_ref,
+    expert_ref,
+    start_ref,
+    count_ref,
+    h_ref,
+    *,
+    weight: _Weight,
+    k,
+    limit,
+    tiling: Tiling,
+):
+    block, tile = pl.program_id(0), pl.program_id(1)
+    count = count_ref[tile]
+    width, hidden = h_ref.shape[1], x_ref.shape[1]
+
+    @pl.when(count > 0)
+    def _():
+        expert = expert_ref[tile]
+        position, valid, row = _tile_rows(rows_ref, start_ref[tile], count, tiling.rows)
+        token = lax.div(row, k)
+        lane = jnp.arange(tiling.out, dtype=jnp.int32)
+        column = block * tiling.out + lane
+        # FP4: this block's h channels in pair order, see the top of this file.
+        channel = _pair_channel(column) if weight.paired else column
+
+        gate, up = _products(weight, expert, (channel, width + channel), x_ref, token, hidden)
+        gate = jnp.minimum(gate, limit)
+        up = jnp.clip(up, -limit, limit)
+        h = gate / (1.0 + jnp.exp(-gate)) * up * weights_ref[row][None, :]
+        h = h.astype(h_ref.dtype).T
+        plt.store(h_ref.at[position[:, None], column[None, :]], h, mask=valid[:, None])
+
+
+def _down_kernel(
+    slots_ref,
+    h_ref,
+    rows_ref,
+    expert_ref,
+    start_ref,
+    count_ref,
+    out_ref,
+    *,
+    weight: _Weight,
+    tiling: Tiling,
+):
+    del slots_ref  # the same buffer as out_ref
+    block, tile = pl.program_id(0), pl.program_id(1)
+    count = count_ref[tile]
+    rows, width = h_ref.shape
+
+    @pl.when(count > 0)
+    def _():
+        expert = expert_ref[tile]
+        position, valid, row = _tile_rows(rows_ref, start_ref[tile], count, tiling.rows)
+        source = jnp.minimum(position, rows - 1)
+        column = block * tiling.out + jnp.arange(tiling.out, dtype=jnp.int32)
+
+        (y,) = _products(weight, expert, (column,), h_ref, source, width)
+        y = y.astype(out_ref.dtype).T
+        # Rows outside the tile point past the end, for interpreters that write back masked lanes.
+        target = jnp.where(valid, row, rows)
+        plt.store(out_ref.at[target[:, None], column[None, :]], y, mask=valid[:, None])
+
+
+def _tile_rows(rows_ref, start, count, size):
+    """Positions of a tile in the sorted order, which of them belong to it, and their rows.
+
+    Lanes past the tile repeat rows of others: their columns are computed and never stored.
+    """
+    lane = jnp.arange(size, dtype=jnp.int32)
+    position = start + lane
+    row = rows_ref[jnp.minimum(position, rows_ref.shape[0] - 1)]
+    return position, lane < count, row
+
+
+def _pair_channel(column):
+    """The channel that pair order has at `column`."""
+    within = lax.rem(column, MINIMUM_BLOCK)
+    return column - within + 2 * lax.rem(within, _PAIRS) + lax.div(within, _PAIRS)
+
+
+def _products(weight: _Weight, expert, weight_rows, x_ref, x_rows, contraction):
+    """w[expert, rows] @ x[x_rows]^T in float32 for each of `weight_rows`, in one pass over x."""
+    steps = contraction // weight.step
+
+    def body(step, carry):
+        totals, scales = carry
+        ahead = jnp.minimum(step + 1, steps - 1)
+        next_scales = [weight.scale_tile(expert, rows, ahead) for rows in weight_rows]
+        sums = []
+        for total, rows, scale in zip(totals, weight_rows, scales, strict=True):
+            for channel, tile in weight.tiles(expert, rows, step, scale):
+                x = x_ref[x_rows[:, None], channel[None, :]]
+                total = total + lax.dot_general(
+                    tile, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+                )
+            sums.append(total)
+        return sums, next_scales
+
+    zeros = [jnp.zeros((rows.size, x_rows.size), jnp.float32) for rows in weight_rows]
+    first_scales = [weight.scale_tile(expert, rows, 0) for rows in weight_rows]
+    return lax.fori_loop(0, steps, body, (zeros, first_scales))[0]
+
+
+def _decode_plain(codes, scales):
+    """Low and high nibbles of codes u8 [M, 32] with scales u8 [M, 2], as bf16."""
+    scales = jnp.repeat(scales, codecs.FP4_BLOCK // 2, axis=1)
+    return tuple(
+        codecs.scale_by(codecs.e2m1_values(nibble), scales).astype(jnp.bfloat16)
+        for nibble in (codes & 15, codes >> 4)
+    )
+
+
+def _decode_ptx(codes, scales):
+    """The same on the GPU: four codes at a time, as bit fields of two packed bfloat16 registers.
+
+    The three magnitude bits of E2M1, put where bfloat16 has the low exponent bits and the top
+    mantissa bit, are the value times 2^-126, subnormal for code 1; a product with 2^126 makes it
+    exact, a second one applies the block scale.
+    """
+    bits = jnp.maximum(scales.astype(jnp.uint16) << 7, jnp.uint16(0x0040))  # byte 0 is 2^-127
+    bits = jnp.where(scales == 255, jnp.uint16(0x7FC0), bits)
+    scale = lax.bitcast_convert_type(bits, jnp.bfloat16)
+    rows, width = codes.shape
+    scale = jnp.broadcast_to(scale[:, :, None], (rows, scales.shape[1], codecs.FP4_BLOCK // 2))
+    scale = scale.reshape(rows, width)
+    out = jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)
+    return tuple(
+        plt.elementwise_inline_asm(
+            asm,
+            args=[codes, scale],
+            constraints="=r,=r,r,r,r",
+            pack=4,
+            result_shape_dtypes=[out],
+        )[0]
+        for asm in (_ptx(sign_left=4, magnitude_right=2), _ptx(sign_left=0, magnitude_right=6))
+    )
+
+
+def _ptx(*, sign_left, magnitude_right):
+    """PTX for four bytes $2 and their scales $3, $4 (bf16 pairs) to two bf16 pairs $0, $1."""
+    lines = []
+    for half, selector in enumerate(("0x1404", "0x3424")):  # two bytes, each in a high half
+        lines += [
+            f"prmt.b32 lanes, $2, 0, {selector};",
+            f"shr.u32 magnitude, lanes, {magnitude_right};",
+            "and.b32 magnitude, magnitude, 0x01C001C0;",
+            f"shl.b32 lanes, lanes, {sign_left};",
+            "lop3.b32 lanes, lanes, 0x80008000, magnitude, 0xEA;",  # (a & b) | c
+            # fma with -0 as addend: a plain product of bf16 pairs needs a newer GPU.
+            "fma.rn.bf16x2 lanes, lanes, unit, zero;",
+            f"fma.rn.bf16x2 ${half}, lanes, ${3 + half}, zero;",
+        ]
+    return (
+        "{ .reg .b32 lanes, magnitude, unit, zero;"
+        " mov.b32 unit, 0x7E807E80; mov.b32 zero, 0x80008000; " + " ".join(lines) + " }"
+    )
