@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 
 from ds4jax.checkpoint import converted, keys, load, storage
-from ds4jax.checkpoint.converted import ConvertedSource, is_converted
 from ds4jax.checkpoint.safetensors import SafetensorsSource
 from ds4jax.checkpoint.source import READ_THREADS, CheckpointError, TensorSource
-
-__all__ = ["ConvertedSource", "convert", "is_converted"]
 
 STEP_BYTES = 256 << 20  # experts of about this size are in memory at once
 PROGRESS_NAME = "progress.json"
@@ -44,7 +41,10 @@ def convert(
     contents = keys.check_complete(source)
     identity = load.fingerprint(source)
     if out_dir.exists():
-        if not is_converted(out_dir) or converted.read_index(out_dir)["source"] != identity:
+        if (
+            not converted.is_converted(out_dir)
+            or converted.read_index(out_dir)["source"] != identity
+        ):
             raise CheckpointError(
                 f"{out_dir} exists and is no conversion of this checkpoint: choose another folder"
             )
@@ -77,13 +77,10 @@ class _Job:
         self.format: keys.ExpertFormat = format
         self.folder = folder
         self.identity = identity
-        specs = keys.expected_tensors(source.config)
         infos = source.infos()
-        self.resident = [name for name, spec in specs.items() if spec.component != "experts"]
-        self.resident += [
-            keys.scale_name(name) for name in self.resident if keys.scale_name(name) in infos
-        ]
-        self.specs = specs
+        self.specs = keys.resident_tensors(source.config)
+        scales = [keys.scale_name(name) for name in self.specs]
+        self.resident = [name for name in (*self.specs, *scales) if name in infos]
         self.sizes = {"resident": sum(infos[name].nbytes for name in self.resident)}
         self.layers = {}
         for layer in range(source.config.num_hidden_layers):
@@ -175,9 +172,8 @@ class _Job:
 
     def _write_resident(self) -> dict[str, Any]:
         arrays = self.source.read_many(self.resident)
-        for name in self.resident:
-            if name in self.specs:
-                load.require_valid(name, self.specs[name], arrays, self.source.config)
+        for name, spec in self.specs.items():
+            load.require_valid(name, spec, arrays, self.source.config)
         path = self.folder / "resident"
         storage.save_tree(path, storage.nested(arrays))
         return {"sha256": storage.hash_folder(path)}

@@ -186,24 +186,39 @@ def _specs(
         )
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Every tensor of the main model except scales, by published name.
+def resident_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Every tensor of the main model except routed experts and scales, by published name.
 
     Quantised weights are listed once, as `X.weight`; `scale_info` gives the scales that belong to
     the dtype they are stored in.
     """
     result: dict[str, TensorSpec] = {}
     outer = _dimensions(config, 0, False)
-    for row in _TABLE_ROWS:
-        ((name, spec),) = _specs((row,), "", "", outer)
+    for name, spec in _specs(_TABLE_ROWS, "", "", outer):
         # The two tables are bare arrays in the tree.
         result[name] = dataclasses.replace(spec, path=name.removesuffix(".weight"))
     for layer, ratio in enumerate(config.layer_ratios):
         dimensions = _dimensions(config, ratio, config.is_hash(layer))
         result |= _specs(_LAYER_ROWS, f"layers.{layer}.", f"blocks.{layer}.", dimensions)
-        for expert in range(config.n_routed_experts):
-            result |= _specs(_EXPERT_ROWS, expert_prefix(layer, expert), None, dimensions)
     result |= _specs(_HEAD_ROWS, "", "", outer)
+    return result
+
+
+def expert_tensors(config: ModelConfig, layer: int | str) -> dict[str, TensorSpec]:
+    """The routed experts of a main layer, or of "mtp.0", by published name, without scales."""
+    specs = expert_specs(config)
+    return {
+        f"{expert_prefix(layer, expert)}{matrix}.weight": spec
+        for expert in range(config.n_routed_experts)
+        for matrix, spec in specs.items()
+    }
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Every tensor of the main model except scales, by published name."""
+    result = resident_tensors(config)
+    for layer in range(config.num_hidden_layers):
+        result |= expert_tensors(config, layer)
     return result
 
 
@@ -214,10 +229,8 @@ def mtp_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     """
     dimensions = _dimensions(config, 0, False)
     result = dict(_specs(_LAYER_ROWS, "mtp.0.", "block.", dimensions))
-    for expert in range(config.n_routed_experts):
-        result |= _specs(_EXPERT_ROWS, expert_prefix("mtp.0", expert), None, dimensions)
     result |= _specs(_MTP_ROWS + _HEAD_ROWS, "mtp.0.", "", dimensions)
-    return result
+    return result | expert_tensors(config, "mtp.0")
 
 
 def expert_specs(config: ModelConfig) -> dict[str, TensorSpec]:
@@ -273,10 +286,12 @@ def official_header(
     if mtp:
         specs |= mtp_tensors(config)
     header: dict[str, TensorInfo] = {}
+    entries: dict[TensorSpec, tuple[TensorInfo, TensorInfo | None]] = {}  # experts share a few
     for name, spec in specs.items():
-        dtype = "F8_E4M3" if spec.dtype == "I8" and experts == "fp8" else spec.dtype
-        header[name] = stored_info(spec, dtype)
-        scales = scale_info(spec, dtype)
+        if spec not in entries:
+            dtype = "F8_E4M3" if spec.dtype == "I8" and experts == "fp8" else spec.dtype
+            entries[spec] = stored_info(spec, dtype), scale_info(spec, dtype)
+        header[name], scales = entries[spec]
         if scales is not None:
             header[scale_name(name)] = scales
     return header
@@ -432,17 +447,12 @@ def resident_bytes(config: ModelConfig, infos: Mapping[str, TensorInfo] | None =
 
     infos  the header of a checkpoint; the published storage formats without it
     """
-    if infos is None:
-        infos = official_header(config, mtp=False)
     total = 0
-    for name, spec in expected_tensors(config).items():
-        if spec.component == "experts":
-            continue
-        info = infos[name]
-        loaded = loaded_dtype(spec, info)
-        total += math.prod(info.shape) * loaded.itemsize
-        if scale_info(spec, info.dtype) is not None:
-            total += infos[scale_name(name)].nbytes
+    for name, spec in resident_tensors(config).items():
+        info = stored_info(spec, spec.dtype) if infos is None else infos[name]
+        total += math.prod(info.shape) * loaded_dtype(spec, info).itemsize
+        scales = scale_info(spec, info.dtype)
+        total += 0 if scales is None else scales.nbytes
     return total
 
 

@@ -27,7 +27,7 @@ def load_resident(source: TensorSource, *, device: jax.Device | None = None) -> 
     names an expert that does not exist.
     """
     keys.check_complete(source).log_skipped()
-    specs = keys.expected_tensors(source.config)
+    specs = keys.resident_tensors(source.config)
     return _fill_tree(source, model.abstract(source.config), specs, device)
 
 

@@ -48,7 +48,7 @@ def _inspect(argv: Sequence[str]) -> int:
     path = pathlib.Path(common.require_flag(flag_values, "checkpoint"))
     if path.suffix == ".json":
         config = ModelConfig.from_json(path)
-        infos = keys.official_header(config, flag_values["experts"].value)
+        infos = keys.official_header(config, str(flag_values["experts"].value))
     else:
         with open_source(path) as source:
             contents = keys.check_complete(source)
