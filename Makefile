@@ -13,6 +13,10 @@ CUDA ?= $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi; }
 comma := ,
 CUDA_EXTRA := $(if $(filter 1,$(CUDA)),$(comma)cuda)
 
+# Compiled programs are kept between runs.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
+
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install -qq --no-compile --editable
 # What an environment is made from: a stamp is stale when the extras, the GPU choice or the
 # dependencies change.
@@ -59,7 +63,7 @@ prefill: $(STAMP)-run $(if $(filter $(TINY),$(CHECKPOINT)),$(TINY)/config.json)
 		--out_dir=$(OUT_DIR) --overwrite $(ARGS)
 
 test: $(STAMP)-test
-	$(BIN)/python -m pytest -n2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n2 --dist=worksteal $(PYTEST_ARGS)
 
 lint: $(STAMP)-dev
 	$(BIN)/ruff check .
@@ -73,4 +77,4 @@ oracle:
 	tests/oracle/setup.sh
 
 clean:
-	rm -rf $(VENV) .oracle .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info run
+	rm -rf $(VENV) .oracle .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info run

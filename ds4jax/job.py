@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -256,6 +256,25 @@ def _run_record(
         },
         "outputs": outputs,
     }
+
+
+def summary(record: Mapping[str, Any], out_dir: str) -> str:
+    """The end of a run in a few lines for people."""
+    reused = f" and reused {record['tokens_reused']}" if record["tokens_reused"] else ""
+    files = [
+        f"  {name}: {output['rows']} rows, sha256 {output['sha256']}"
+        for name, output in record["outputs"].items()
+    ]
+    return "\n".join(
+        [
+            f"{record['status']}: read {record['tokens_read']} tokens{reused} in "
+            f"{record['prefill_s']:.1f} s, {record['rate_tokens_per_s']:.1f} tokens/s "
+            f"({record['compile_s']:.1f} s went into compiling {record['compiled_programs']} "
+            f"programs), with {record['numerics']} on {record['device']['kind']}",
+            f"written to {out_dir}",
+            *files,
+        ]
+    )
 
 
 def token_hash(ids: np.ndarray) -> str:

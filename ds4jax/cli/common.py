@@ -1,12 +1,14 @@
 """What all commands share: flags without globals, exit codes, one JSON line on stdout."""
 
+import contextlib
 import json
+import logging
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from absl import flags, logging
+from absl import flags
 
 from ds4jax.admission import PlanError
 from ds4jax.checkpoint.source import CheckpointError
@@ -34,11 +36,9 @@ def exit_code(command: Callable[[Sequence[str]], int], argv: Sequence[str] | Non
     0 done; 2 something the user can mend, told in one message; 130 stopped by the user; 1 an error
     of this program, with its traceback.
     """
-    logging.use_absl_handler()
-    logging.set_verbosity(logging.INFO)
-    logging.set_stderrthreshold(logging.INFO)
     try:
-        return command(sys.argv if argv is None else argv)
+        with _log_to_stderr():
+            return command(sys.argv if argv is None else argv)
     except _Help as help:
         print(help)
         return OK
@@ -91,6 +91,23 @@ def print_result(result: Mapping[str, Any]) -> None:
 def say(message: str) -> None:
     """A line for people, on stderr."""
     print(message, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    """Shows the log lines of this program, which go through absl, and no others."""
+    logger = logging.getLogger("absl")
+    handler = logging.StreamHandler(sys.stderr)
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 def _usage(flag_values: flags.FlagValues, doc: str) -> str:

@@ -21,7 +21,7 @@ from absl import flags
 
 from ds4jax.cli import common
 from ds4jax.flags import config_from_flags, define_config_flags
-from ds4jax.job import PrefillJob, run_job
+from ds4jax.job import PrefillJob, run_job, summary
 
 _PROMPT_FLAGS = {"prompt": "text", "prompt_file": "file", "prompts_file": None, "tokens": None}
 
@@ -51,6 +51,7 @@ def _prefill(argv: Sequence[str]) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     with _profile(flag_values["profile_dir"].value):
         result = run_job(job, sys.stderr)
+    common.say(summary(result, job.out_dir))
     common.print_result(result)
     return common.OK if result["status"] == "complete" else common.STOPPED
 

@@ -1,0 +1,222 @@
+"""The command ds4jax-prefill: what it writes, what it prints, how it goes on and how it stops."""
+
+import hashlib
+import json
+import os
+import pathlib
+import signal
+
+import numpy as np
+import pytest
+
+from ds4jax import events, testing, text
+from ds4jax.cli import prefill
+
+CHUNK = 48
+IDS = np.random.default_rng(1).integers(0, testing.BYTE_VOCAB, 130).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> pathlib.Path:
+    return testing.write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture
+def tokens(tmp_path) -> pathlib.Path:
+    np.save(tmp_path / "ids.npy", IDS)
+    return tmp_path / "ids.npy"
+
+
+def run(checkpoint, out_dir, *arguments) -> int:
+    return prefill.main(
+        [
+            "ds4jax-prefill",
+            f"--checkpoint={checkpoint}",
+            f"--out_dir={out_dir}",
+            "--config.numerics.preset=oracle",
+            f"--config.prefill.chunk_tokens={CHUNK}",
+            *arguments,
+        ]
+    )
+
+
+def record(out_dir) -> dict:
+    return json.loads((out_dir / "run.json").read_text(encoding="utf-8"))
+
+
+def test_run_writes_report_metrics_and_logits(checkpoint, tokens, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert run(checkpoint, out, f"--tokens={tokens}", "--config.prefill.logits=all") == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "logits.npy",
+        "metrics.jsonl",
+        "run.json",
+    ]
+    logits = np.load(out / "logits.npy")
+    assert (logits.shape, logits.dtype) == ((130, testing.BYTE_VOCAB), np.float32)
+    found = record(out)
+    assert found["schema"] == "ds4jax.run/1"
+    assert found["status"] == "complete"
+    assert found["numerics"] == "float32+none"
+    assert found["config"]["prefill"]["chunk_tokens"] == CHUNK
+    assert (found["tokens_read"], found["tokens_reused"]) == (130, 0)
+    assert found["rate_tokens_per_s"] == pytest.approx(130 / found["prefill_s"], rel=1e-3)
+    assert found["outputs"] == {
+        "logits.npy": {"rows": 130, "sha256": hashlib.sha256(logits.tobytes()).hexdigest()}
+    }
+    assert found["versions"]["jax"]
+    assert found["device"]["platform"] == "cpu"
+    assert found["bytes"]["weights_bytes"] > 0
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["done_tokens"] for line in metrics] == [48, 96, 130]
+    printed = capsys.readouterr()
+    assert json.loads(printed.out.splitlines()[-1]) == found
+    assert len(printed.out.splitlines()) == 1
+    assert "read 130 of 130 tokens (100 %)" in printed.err
+    assert "skipped mtp.*" in printed.err
+
+
+def test_every_kind_of_prompt_reaches_the_model(checkpoint, tmp_path):
+    words = "Hello, wörld"
+    (tmp_path / "p.txt").write_text(words, encoding="utf-8")
+    ids = text.Tokenizer(checkpoint).encode(text.BEGIN + words)
+    np.save(tmp_path / "p.npy", ids)
+    (tmp_path / "p.jsonl").write_text(json.dumps({"text": words}) + "\n", encoding="utf-8")
+    (tmp_path / "p.toml").write_text(f'[prompt]\ntext = "{words}"\n', encoding="utf-8")
+    hashes = set()
+    for i, argument in enumerate(
+        (
+            f"--prompt={words}",
+            f"--prompt_file={tmp_path / 'p.txt'}",
+            f"--prompts_file={tmp_path / 'p.jsonl'}",
+            f"--tokens={tmp_path / 'p.npy'}",
+            f"--config={tmp_path / 'p.toml'}",
+        )
+    ):
+        assert run(checkpoint, tmp_path / f"run{i}", argument) == 0
+        found = record(tmp_path / f"run{i}")
+        assert found["tokens_read"] == len(ids)
+        hashes.add(found["outputs"]["logits.npy"]["sha256"])
+    assert len(hashes) == 1
+
+
+def test_prompt_on_the_command_line_replaces_the_one_in_the_file(checkpoint, tmp_path):
+    (tmp_path / "p.toml").write_text('[prompt]\ntext = "not this"\nform = "chat"\n')
+    out = tmp_path / "run"
+    assert run(checkpoint, out, f"--config={tmp_path / 'p.toml'}", "--prompt=this") == 0
+    assert record(out)["config"]["prompt"] == {
+        "text": ["this"],
+        "form": "chat",
+        "effort": "none",
+        "effort_texts": "original",
+    }
+
+
+def test_several_prompts_give_one_row_each_and_no_padding(checkpoint, tmp_path):
+    lines = [{"tokens": IDS[:1].tolist(), "name": "one"}, {"tokens": IDS.tolist()}, {"text": "x"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    out = tmp_path / "run"
+    assert run(checkpoint, out, f"--prompts_file={tmp_path / 'p.jsonl'}") == 0
+    logits = np.load(out / "logits.npy")
+    assert logits.shape == (3, testing.BYTE_VOCAB)
+    found = record(out)["prompts"]
+    assert [prompt["tokens_read"] for prompt in found] == [1, 130, 2]
+    assert found[0]["name"] == "one"
+    np.save(tmp_path / "ids.npy", IDS)
+    assert run(checkpoint, tmp_path / "alone", f"--tokens={tmp_path / 'ids.npy'}") == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "alone" / "logits.npy")[0], logits[1])
+
+
+def test_logprobs_are_streamed_to_three_files(checkpoint, tokens, tmp_path):
+    out = tmp_path / "run"
+    arguments = ("--config.prefill.logits=logprobs", "--config.prefill.top_logprobs=2")
+    assert run(checkpoint, out, f"--tokens={tokens}", *arguments) == 0
+    shapes = {name: np.load(out / name).shape for name in record(out)["outputs"]}
+    assert shapes == {
+        "logprobs.npy": (130,),
+        "top_logprobs.npy": (130, 2),
+        "top_tokens.npy": (130, 2),
+    }
+    assert (
+        run(checkpoint, tmp_path / "none", f"--tokens={tokens}", "--config.prefill.logits=none")
+        == 0
+    )
+    assert record(tmp_path / "none")["outputs"] == {}
+
+
+def test_resumed_run_reads_the_rest_and_gives_the_same_bits(checkpoint, tokens, tmp_path):
+    np.save(tmp_path / "head.npy", IDS[: 2 * CHUNK])
+    assert run(checkpoint, tmp_path / "whole", f"--tokens={tokens}") == 0
+    save = "--config.prefill.save_state"
+    assert run(checkpoint, tmp_path / "head", f"--tokens={tmp_path / 'head.npy'}", save) == 0
+    resume = f"--resume_from={tmp_path / 'head'}"
+    assert run(checkpoint, tmp_path / "rest", f"--tokens={tokens}", resume) == 0
+    found = record(tmp_path / "rest")
+    assert (found["tokens_read"], found["tokens_reused"]) == (130 - 2 * CHUNK, 2 * CHUNK)
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "rest" / "logits.npy"), np.load(tmp_path / "whole" / "logits.npy")
+    )
+    by_folder = f"--resume_from={tmp_path / 'head' / 'state' / '0'}"
+    assert run(checkpoint, tmp_path / "again", f"--tokens={tokens}", by_folder) == 0
+
+
+def interrupt_at(monkeypatch, done: int) -> None:
+    """Sends SIGINT to this process when `done` tokens have been read."""
+    original = events.jsonl
+
+    def jsonl(file):
+        write = original(file)
+
+        def observe(event: events.Event) -> None:
+            write(event)
+            if isinstance(event, events.ChunkDone) and event.done == done:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return observe
+
+    monkeypatch.setattr(events, "jsonl", jsonl)
+
+
+def test_interrupted_run_ends_with_its_chunk_and_leaves_nothing(
+    checkpoint, tokens, tmp_path, monkeypatch, capsys
+):
+    interrupt_at(monkeypatch, CHUNK)
+    handler = signal.getsignal(signal.SIGINT)
+    assert run(checkpoint, tmp_path / "run", f"--tokens={tokens}") == 130
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert [path.name for path in tmp_path.iterdir()] == ["ids.npy"]
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "stopping after this chunk" in printed.err
+    assert "stopped: after 48 tokens; nothing was written" in printed.err
+
+
+def test_interrupted_run_with_saved_state_can_be_resumed(
+    checkpoint, tokens, tmp_path, monkeypatch, capsys
+):
+    out, save = tmp_path / "run", "--config.prefill.save_state"
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, CHUNK)
+        assert run(checkpoint, out, f"--tokens={tokens}", save) == 130
+    assert record(out)["status"] == "interrupted"
+    assert json.loads(capsys.readouterr().out)["tokens_read"] == CHUNK
+    resume = f"--resume_from={out}"
+    assert run(checkpoint, tmp_path / "rest", f"--tokens={tokens}", resume) == 0
+    assert run(checkpoint, tmp_path / "whole", f"--tokens={tokens}") == 0
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "rest" / "logits.npy"), np.load(tmp_path / "whole" / "logits.npy")
+    )
+
+
+def test_profile_is_written_where_asked(checkpoint, tmp_path):
+    profile = tmp_path / "profile"
+    assert run(checkpoint, tmp_path / "run", "--prompt=x", f"--profile_dir={profile}") == 0
+    assert list(profile.rglob("*.xplane.pb"))
+
+
+def test_help_lists_every_key_and_is_no_error(capsys):
+    assert prefill.main(["ds4jax-prefill", "--help"]) == 0
+    printed = capsys.readouterr()
+    assert "--config.prefill.chunk_tokens=INT" in printed.out
+    assert "--resume_from=STRING" in printed.out
+    assert printed.err == ""
