@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,19 +14,12 @@ import numpy as np
 import pytest
 
 from ds4jax import cache, model, moe
+from ds4jax.checkpoint import load, safetensors
 from ds4jax.config import ModelConfig, Numerics
 from pallas_kernels import routed_experts
 
 ROWS = 128  # one row shape for most runs: fewer programs to compile
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-DTYPES = {
-    "F32": np.dtype(np.float32),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E8M0": np.dtype(np.uint8),
-    "I8": np.dtype(np.uint8),
-    "I64": np.dtype(np.int64),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +50,12 @@ class Trace:
     state: cache.SequenceState
 
 
-def halves(block: model.Block) -> tuple[model.Block, model.Block]:
-    """The attention and the expert half of a block: each compiles once for all that share it."""
-    attention = model.Block(block.hc_attn, block.attn_norm, block.attn, None, None, None)
-    experts = model.Block(None, None, None, block.hc_ffn, block.ffn_norm, block.ffn)
-    return attention, experts
-
-
-def without_router(half: model.Block) -> model.Block:
-    """The half without its router, which `finish` does not read."""
-    shared = moe.MoE(None, half.ffn.shared_experts)
-    return model.Block(None, None, None, half.hc_ffn, half.ffn_norm, shared)
+def only(module: Any, *names: str) -> Any:
+    """The same module with every other field None: layers that share the rest share programs."""
+    return dataclasses.replace(
+        module,
+        **{field.name: None for field in dataclasses.fields(module) if field.name not in names},
+    )
 
 
 def attend(
@@ -153,9 +140,7 @@ def forward(
     slabs = [loaded.slabs[i] for i in layers or range(config.num_hidden_layers)]
     state = state or cache.empty_state(config, numerics, capacity)
     states = [state.layers[i] for i in layers or range(config.num_hidden_layers)]
-    head = model.Transformer(
-        None, (), transformer.hc_head, transformer.norm, transformer.head, config
-    )
+    head = only(transformer, "hc_head", "norm", "head", "config")
     position = state.position
     logits: list[Any] = []
     parts: list[list[Any]] = [[] for _ in range(4)]
@@ -169,12 +154,12 @@ def forward(
                 streams = np.zeros_like(inputs, numerics.dtype, shape=(rows, *inputs.shape[2:]))
                 streams[:length] = inputs[index, begin : begin + length]
                 streams = jnp.asarray(streams)
-            attention, experts = halves(block)
             streams, states[index], chosen = run_attend(
-                attention, streams, states[index], chunk, numerics
+                only(block, "hc_attn", "attn_norm", "attn"), streams, states[index], chunk, numerics
             )
-            routing = run_route(experts, streams, chunk, numerics)
-            streams = run_finish(without_router(experts), streams, routing, slab, numerics)
+            routing = run_route(only(block, "hc_ffn", "ffn_norm", "ffn"), streams, chunk, numerics)
+            last = dataclasses.replace(only(block, "hc_ffn"), ffn=only(block.ffn, "shared_experts"))
+            streams = run_finish(last, streams, routing, slab, numerics)
             order = np.argsort(routing.ids, axis=-1)
             seen[0].append(streams)
             seen[1].append(np.take_along_axis(np.asarray(routing.ids), order, -1))
@@ -203,7 +188,6 @@ class Case:
         self.config = ModelConfig.from_json(self.folder / "config.json")
         self.meta = json.loads((self.folder / "meta.json").read_text())
         self.tokens = np.load(self.folder / "tokens.npy")
-        self._loaded: Loaded | None = None
 
     @functools.cached_property
     def expected(self) -> dict[str, np.ndarray]:
@@ -211,75 +195,73 @@ class Case:
             return dict(file)
 
     @functools.cached_property
-    def tensors(self) -> dict[str, np.ndarray]:
-        return read_tensors(self.folder / self.meta.get("checkpoint", "."))
-
-    @functools.cached_property
     def loaded(self) -> Loaded:
         return self.load(self.config)
 
     def load(self, config: ModelConfig) -> Loaded:
         """The weights of this case under `config`."""
-        return build(self.tensors, config)
+        source = safetensors.open_checkpoint(self.folder / self.meta.get("checkpoint", "."))
+        source.config = config
+        experts = range(config.n_routed_experts)
+        slabs = [
+            jax.tree.map(jnp.asarray, load.load_expert_slab(source, layer, experts))
+            for layer in range(config.num_hidden_layers)
+        ]
+        loaded = Loaded(load.load_resident(source), tuple(slabs))
+        source.close()
+        return loaded
 
 
-def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        data = path.read_bytes()
-        start = 8 + int.from_bytes(data[:8], "little")
-        for name, entry in json.loads(data[8:start]).items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                flat = np.frombuffer(data[start + begin : start + end], DTYPES[entry["dtype"]])
-                tensors[name] = flat.reshape(entry["shape"])
-    return tensors
+def as_float(bits: np.ndarray) -> np.ndarray:
+    """float32 values of bfloat16 bit patterns; float32 arrays pass."""
+    return bits.view(ml_dtypes.bfloat16).astype(np.float32) if bits.dtype == np.uint16 else bits
 
 
-def build(tensors: dict[str, np.ndarray], config: ModelConfig) -> Loaded:
-    def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        name = re.sub(r"^blocks\.", "layers.", name)
-        name = re.sub(r"\.weight\.codes$", ".weight", name)
-        name = re.sub(r"\.weight\.scales$", ".scale", name)
-        name = re.sub(r"(hc_\w+)\.(\w+)$", r"\1_\2", name)
-        name = {"embed": "embed.weight", "head": "head.weight"}.get(name, name)
-        if name not in tensors:
-            assert name.endswith(".scale"), name
-            return None
-        assert tensors[name].shape == shape.shape, (name, tensors[name].shape, shape)
-        value = tensors[name]
-        return jnp.asarray(value.astype(np.int32) if value.dtype == np.int64 else value)
+class SingleLayers:
+    """The case `layers`: every layer of `quant` run alone from stored input streams."""
 
-    transformer = jax.tree_util.tree_map_with_path(leaf, model.abstract(config))
-    slabs = []
-    for index in range(config.num_hidden_layers):
+    def __init__(self) -> None:
+        self.case = case("layers")
+        self.limits = self.case.meta["tolerance"]
 
-        def stack(name: str, end: str, index: int = index) -> np.ndarray:
-            return np.stack(
-                [
-                    tensors[f"layers.{index}.ffn.experts.{expert}.{name}.{end}"]
-                    for expert in range(config.n_routed_experts)
-                ]
-            )
-
-        down = stack("w2", "weight")
-        packed = down.dtype == np.uint8
-        scales: Callable[[str], Any] = (
-            (lambda name, stack=stack: stack(name, "scale")) if packed else lambda name: None
+    def run(
+        self,
+        numerics: Numerics,
+        layers: Sequence[int] = range(4),
+        *,
+        loaded: Loaded | None = None,
+        chunks: Sequence[int] = (128, 6),
+        **options: Any,
+    ) -> Trace:
+        inputs = as_float(self.case.expected["streams_in_bf16_bits"])[list(layers)]
+        return forward(
+            loaded or self.case.loaded,
+            self.case.tokens,
+            chunks,
+            numerics,
+            inputs=inputs,
+            layers=list(layers),
+            **options,
         )
-        up_scales = (
-            np.concatenate([stack("w1", "scale"), stack("w3", "scale")], axis=1) if packed else None
-        )
-        slab = routed_experts.ExpertSlab(
-            gate_up=np.concatenate([stack("w1", "weight"), stack("w3", "weight")], axis=1),
-            gate_up_scale=up_scales,
-            down=down,
-            down_scale=scales("w2"),
-            format="fp4" if packed else "bf16" if down.dtype != np.float32 else "f32",
-        )
-        slabs.append(jax.tree.map(jnp.asarray, slab))
-    return Loaded(transformer, tuple(slabs))
+
+    def distances(self, trace: Trace, name: str, layers: Sequence[int] = range(4)) -> np.ndarray:
+        """Relative L2 to the array `name` over the streams of a position: [layer, position]."""
+        wanted = as_float(self.case.expected[name])[list(layers)]
+        got = trace.streams[:, self.case.expected["positions"]].astype(np.float32)
+        shape = (*wanted.shape[:2], -1)
+        wanted, got = wanted.reshape(shape), got.reshape(shape)
+        return np.linalg.norm(got - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+
+    def overlap(self, trace: Trace, layers: Sequence[int] = range(4)) -> float:
+        """Mean share of equal entries over the positions where the indexer rejects any."""
+        csa = [i for i, layer in enumerate(self.case.expected["csa_layers"]) if layer in layers]
+        shares = [
+            len(set(got) & set(want)) / len(want)
+            for layer in zip(trace.chosen, self.case.expected["csa_topk"][csa], strict=True)
+            for position, (got, want) in enumerate(zip(*layer, strict=True))
+            if (position + 1) // 4 > len(want)
+        ]
+        return float(np.mean(shares))
 
 
 @functools.cache
@@ -297,3 +279,8 @@ def golden() -> Callable[[str], Case]:
 def run() -> Callable[..., Trace]:
     """`forward`: compiled layers are shared by all tests of a process."""
     return forward
+
+
+@pytest.fixture(scope="session")
+def single_layers() -> SingleLayers:
+    return SingleLayers()
