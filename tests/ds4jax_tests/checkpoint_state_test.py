@@ -1,0 +1,178 @@
+"""Saved state: restored bit for bit, refused for any other run with the values that differ."""
+
+import collections
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ds4jax import cache, testing
+from ds4jax.checkpoint import storage
+from ds4jax.checkpoint.source import CheckpointError
+from ds4jax.checkpoint.state import load_state, save_state
+from ds4jax.config import PRESETS
+
+TINY = testing.tiny_config()
+ORACLE = PRESETS["oracle"]
+TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, 2000).astype(np.int32)
+WEIGHTS = "0123abcd"
+
+
+def random_state(position, numerics, capacity_tokens, seed=0):
+    """A state as a run leaves it: every leaf random, unused rows of entry buffers zero."""
+    rng = np.random.default_rng([seed, position])
+
+    def fill(path, leaf):
+        array = rng.standard_normal(leaf.shape).astype(leaf.dtype)
+        if getattr(path[-1], "name", "") in ("compressed", "index_keys"):
+            array[position // TINY.layer_ratios[path[1].idx] :] = 0
+        return jnp.asarray(array)
+
+    state = cache.empty_state(TINY, numerics, capacity_tokens)
+    return dataclasses.replace(jax.tree_util.tree_map_with_path(fill, state), position=position)
+
+
+def assert_same_bits(first, second):
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+# Positions without any entry, inside blocks, at block ends.
+@pytest.mark.parametrize("position", [0, 1, 3, 127, 128, 130, 1025])
+@pytest.mark.parametrize("preset", ["oracle", "official"])
+def test_state_comes_back_bit_for_bit(tmp_path, position, preset):
+    numerics = PRESETS[preset]
+    state = random_state(position, numerics, 2048)
+    save_state(tmp_path / "s", state, TINY, numerics, WEIGHTS, TOKENS)
+    again = load_state(tmp_path / "s", TINY, numerics, WEIGHTS, TOKENS)
+    assert again.position == position
+    assert_same_bits(cache.grow_state(again, TINY, 2048), state)
+
+
+def test_infinite_gates_of_the_first_block_survive(tmp_path):
+    state = cache.empty_state(TINY, ORACLE, 8192)
+    save_state(tmp_path / "s", state, TINY, ORACLE, WEIGHTS, TOKENS)
+    again = load_state(tmp_path / "s", TINY, ORACLE, WEIGHTS, TOKENS)
+    assert_same_bits(cache.grow_state(again, TINY, 8192), state)
+    assert jnp.isneginf(again.layers[2].carry.previous_gates).all()
+
+
+def test_unused_rows_are_not_written(tmp_path):
+    sizes = []
+    for capacity in (2048, 65536):
+        folder = tmp_path / str(capacity)
+        save_state(folder, random_state(300, ORACLE, capacity), TINY, ORACLE, WEIGHTS, TOKENS)
+        sizes.append(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
+    assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[0]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return save_state(tmp_path / "s", random_state(300, ORACLE, 512), TINY, ORACLE, WEIGHTS, TOKENS)
+
+
+def problems_of(folder, config=TINY, numerics=ORACLE, weights=WEIGHTS, tokens=TOKENS):
+    with pytest.raises(CheckpointError) as caught:
+        load_state(folder, config, numerics, weights, tokens)
+    return caught.value.problems
+
+
+def test_another_model_is_refused_with_every_differing_value(saved):
+    yarn = dataclasses.replace(TINY.rope_scaling, factor=4)
+    other = dataclasses.replace(TINY, hidden_size=256, rope_scaling=yarn)
+    assert problems_of(saved, config=other) == (
+        "model.hidden_size is 128 in the state, 256 in this run",
+        "model.rope_scaling.factor is 16 in the state, 4 in this run",
+    )
+
+
+def test_another_depth_is_refused(saved):
+    other = dataclasses.replace(TINY, compress_ratios=(0, 0, 4, 128, 4, 0, 0, 0))
+    assert problems_of(saved, config=other) == (
+        "model.compress_ratios is [0, 0, 4, 128, 4, 0] in the state, "
+        "[0, 0, 4, 128, 4, 0, 0, 0] in this run",
+    )
+
+
+def test_other_numerics_are_refused(saved):
+    assert problems_of(saved, numerics=PRESETS["official"]) == (
+        "numerics is 'float32+none' in the state, 'bfloat16+q1+q2+q3' in this run",
+    )
+
+
+def test_other_weights_are_refused(saved):
+    assert problems_of(saved, weights="ffff") == (
+        "weights is '0123abcd' in the state, 'ffff' in this run",
+    )
+
+
+def test_other_tokens_are_refused_and_later_ones_do_not_matter(saved):
+    tokens = TOKENS.copy()
+    tokens[300:] = 1
+    load_state(saved, TINY, ORACLE, WEIGHTS, tokens)
+    load_state(saved, TINY, ORACLE, WEIGHTS, TOKENS[:300])
+    tokens[299] += 1
+    (problem,) = problems_of(saved, tokens=tokens)
+    assert problem.startswith("tokens_sha256 is '")
+
+
+def test_position_behind_the_prompt_is_refused(saved):
+    (problem,) = problems_of(saved, tokens=TOKENS[:299])
+    assert "is at position 300, the prompt has 299 tokens" in problem
+
+
+def test_position_that_was_altered_is_refused(saved):
+    record = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps({**record, "position": 301}))
+    (problem,) = problems_of(saved)
+    assert problem.startswith("tokens_sha256 is '")
+
+
+def test_damaged_arrays_are_refused(saved):
+    path = max((saved / "arrays").rglob("d/*"), key=lambda file: file.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    (problem,) = problems_of(saved)
+    assert "arrays has changed since it was written" in problem
+
+
+def test_folder_without_a_state_is_refused(tmp_path, saved):
+    (problem,) = problems_of(tmp_path / "nowhere")
+    assert "state.json does not exist" in problem
+    record = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps({**record, "version": 9}))
+    (problem,) = problems_of(saved)
+    assert "has format 'ds4jax-state' and version 9, expected 'ds4jax-state' and 1" in problem
+
+
+def test_existing_folder_is_not_overwritten(saved):
+    with pytest.raises(CheckpointError, match="s exists: choose another folder for the state"):
+        save_state(saved, random_state(3, ORACLE, 512), TINY, ORACLE, WEIGHTS, TOKENS)
+
+
+def test_full_disk_leaves_no_state(tmp_path, monkeypatch):
+    usage = collections.namedtuple("Usage", "total used free")
+    state = random_state(300, ORACLE, 512)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 10, 10))
+        with pytest.raises(CheckpointError, match=r"s needs \d+ bytes, its disk has 10 free"):
+            save_state(tmp_path / "s", state, TINY, ORACLE, WEIGHTS, TOKENS)
+    assert list(tmp_path.iterdir()) == []
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.ocp, "save", full)
+        with pytest.raises(CheckpointError, match=r"s needs \d+ bytes, its disk has"):
+            save_state(tmp_path / "s", state, TINY, ORACLE, WEIGHTS, TOKENS)
+    assert not (tmp_path / "s").exists()
+    save_state(tmp_path / "s", state, TINY, ORACLE, WEIGHTS, TOKENS)
+    assert_same_bits(load_state(tmp_path / "s", TINY, ORACLE, WEIGHTS, TOKENS), state)
