@@ -45,7 +45,12 @@ def _convert(argv: Sequence[str]) -> int:
         common.say(f"{name}: {done} of {total} bytes ({100 * done / total:.1f} %)")
 
     with open_source(checkpoint) as source:
-        folder = convert(source, out_dir, on_progress=report)
+        try:
+            folder = convert(source, out_dir, on_progress=report)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"finished files are kept in {out_dir}.partial, the same command goes on from there"
+            ) from None
     if not written:
         common.say(f"{folder} is complete, its hashes are right")
     nbytes = sum(p.stat().st_size for p in pathlib.Path(folder).rglob("*") if p.is_file())
