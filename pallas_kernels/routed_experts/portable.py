@@ -41,14 +41,6 @@ def unsupported(x: jax.Array, slabs: tuple[ExpertSlab, ...]) -> str | None:
         for name, size in (("D", slab.hidden), ("F", slab.width)):
             if size % MINIMUM_BLOCK:
                 return f"slab {index} has {name}={size}, expected a multiple of {MINIMUM_BLOCK}"
-        for name in ("gate_up", "down"):
-            # Offsets are signed 32-bit numbers up to 4 GiB and 64-bit ones above.
-            nbytes = getattr(slab, name).size * getattr(slab, name).dtype.itemsize
-            if slab.format == "fp4" and 2**31 < nbytes <= 2**32:
-                return (
-                    f"{name} of slab {index} has {nbytes} bytes, between 2 and 4 GiB: cut the slab "
-                    "in two"
-                )
     return None
 
 
@@ -77,7 +69,7 @@ def expert_slots(
     out = slots.reshape(tokens * k, hidden)
     flat_weights = weights.reshape(-1)
     first = 0
-    for slab in slabs:
+    for slab in (piece for whole in slabs for piece in addressable(whole)):
         tiles = row_tiles(order, first, slab.experts, tiling.gate_up.rows)
         first += slab.experts
         inputs = x if slab.format == "bf16" else paired
@@ -99,6 +91,22 @@ def expert_slots(
             h, order, tiles, slab, out, _fit(tiling.down, hidden, slab.width), interpret=interpret
         )
     return out.reshape(slots.shape)
+
+
+def addressable(slab: ExpertSlab) -> tuple[ExpertSlab, ...]:
+    """The slab, or its halves when an array of bytes has more than 2 and at most 4 GiB.
+
+    Pallas-Triton computes offsets of such arrays in signed 32-bit numbers (64-bit ones above 4
+    GiB). XLA may copy the halves: make no slabs of this size where memory is short.
+    """
+    sizes = (slab.gate_up.size, slab.down.size)
+    if slab.format != "fp4" or not any(2**31 < size <= 2**32 for size in sizes):
+        return (slab,)
+    half = slab.experts // 2
+    return tuple(
+        jax.tree.map(lambda array, piece=piece: array[piece], slab)
+        for piece in (slice(None, half), slice(half, None))
+    )
 
 
 def split_pairs(x: jax.Array) -> jax.Array:

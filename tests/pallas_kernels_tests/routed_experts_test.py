@@ -4,6 +4,10 @@ import dataclasses
 import functools
 import itertools
 import zlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +15,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import specs
+from pallas_kernels import specs, support
 from pallas_kernels.codecs import host
-from pallas_kernels.routed_experts import ExpertSlab, combine_slots, expert_slots, ordering
+from pallas_kernels.routed_experts import (
+    ExpertSlab,
+    combine_slots,
+    expert_slots,
+    ordering,
+    portable,
+    tiling,
+)
 
 LIMIT = 1.5  # low enough that both clamps act on these inputs
 FORMATS = ("fp4", "fp8", "bf16", "f32")
@@ -170,59 +182,84 @@ class ReferenceTest(parameterized.TestCase):
         self.assertGreater(relative(run(case), exact(case, quantize_input=True)), 1e-2)
 
 
-class RegroupingTest(parameterized.TestCase):
+class RegroupingMixin:
     """The bits of a slot do not depend on where its expert is or which rows are beside it."""
+
+    options: Mapping[str, Any]
+    shape: Mapping[str, int]
 
     def setUp(self):
         super().setUp()
-        self.case = make_case(self.id(), tokens=40)
-        self.whole = run(self.case)
+        self.case = make_case("regrouping", **self.shape)
+        self.whole = self.run_case(self.case)
         self.assertTrue(np.isfinite(self.whole.astype("f4")).all())
+
+    def run_case(self, case, **options):
+        return run(case, **self.options, **options)
 
     def test_slab_order(self):
         experts = self.case.slab.experts
         order = np.random.default_rng(1).permutation(experts)
         where = np.argsort(order).astype("i4")
-        assert_same_bits(
-            run(self.case, slabs=(part(self.case.slab, order),), where=where), self.whole
-        )
+        slabs = (part(self.case.slab, order),)
+        assert_same_bits(self.run_case(self.case, slabs=slabs, where=where), self.whole)
 
-    @parameterized.parameters([[1, 7]], [[3, 3, 2]], [[0, 8]], [[1] * 8])
-    def test_several_slabs(self, sizes):
-        bounds = np.cumsum([0, *sizes])
-        slabs = tuple(
-            part(self.case.slab, range(a, b)) for a, b in itertools.pairwise(bounds.tolist())
-        )
-        assert_same_bits(run(self.case, slabs=slabs), self.whole)
+    def test_several_slabs(self):
+        for sizes in ([1, 7], [3, 0, 3, 2]):
+            bounds = np.cumsum([0, *sizes])
+            slabs = tuple(
+                part(self.case.slab, range(a, b)) for a, b in itertools.pairwise(bounds.tolist())
+            )
+            assert_same_bits(self.run_case(self.case, slabs=slabs), self.whole, str(sizes))
 
     def test_several_calls_complete_the_slots(self):
         slots = None
-        for experts in ([6, 1], [0], [], [2, 3, 4, 5, 7]):
+        for experts in ([6, 1], [], [0, 2, 3, 4, 5, 7]):
             where = np.full(8, -1, "i4")
             where[experts] = np.arange(len(experts))
-            slots = run(self.case, slabs=(part(self.case.slab, experts),), where=where, slots=slots)
+            slabs = (part(self.case.slab, experts),)
+            slots = self.run_case(self.case, slabs=slabs, where=where, slots=slots)
         assert_same_bits(slots, self.whole)
 
     def test_row_order_and_number(self):
-        order = np.random.default_rng(2).permutation(len(self.case.x))
-        for rows in (order, order[:1], order[:17]):
+        tokens = len(self.case.x)
+        order = np.random.default_rng(2).permutation(tokens)
+        for rows in (order, order[: tokens // 2 + 1]):
             some = dataclasses.replace(
                 self.case,
                 x=self.case.x[rows],
                 ids=self.case.ids[rows],
                 weights=self.case.weights[rows],
             )
-            assert_same_bits(run(some), self.whole[rows], f"{len(rows)} rows")
+            assert_same_bits(self.run_case(some), self.whole[rows], f"{len(rows)} rows")
 
-    def test_poisoned_rows_stay_alone(self):
-        poisoned = dataclasses.replace(self.case, x=self.case.x.copy(), ids=self.case.ids.copy())
+    def test_poison_stays_in_its_rows(self):
+        case = self.case
+        poisoned = dataclasses.replace(
+            case, x=case.x.copy(), ids=case.ids.copy(), slab=jax.tree.map(np.copy, case.slab)
+        )
         poisoned.x[5:9] = np.nan
         poisoned.ids[9:12] = -1
-        got = run(poisoned)
-        self.assertTrue(np.isnan(got[5:9].astype("f4")).all())
-        self.assertFalse(got[9:12].astype("f4").any())
-        keep = np.r_[0:5, 12:40]
-        assert_same_bits(got[keep], self.whole[keep])
+        # An expert that nobody is routed to, made of NaN.
+        poisoned.ids[poisoned.ids == 7] = -1
+        poisoned.slab.gate_up_scale[7] = poisoned.slab.down_scale[7] = 255
+        got = self.run_case(poisoned)
+        served = poisoned.ids >= 0
+        expected = np.where(served[..., None], self.whole, np.zeros((), self.whole.dtype))
+        rows = np.arange(len(case.x))
+        self.assertTrue(np.isnan(got[5:9].astype("f4"))[served[5:9]].all())
+        keep = (rows < 5) | (rows >= 9)
+        assert_same_bits(got[keep], expected[keep])
+
+
+class ReferenceRegroupingTest(RegroupingMixin, parameterized.TestCase):
+    options = MappingProxyType({})
+    shape = MappingProxyType({"tokens": 40})
+
+
+class PortableRegroupingTest(RegroupingMixin, parameterized.TestCase):
+    options = MappingProxyType({"implementation": "portable", "interpret": True})
+    shape = MappingProxyType({"tokens": 20, "hidden": 128, "expert_width": 64})
 
 
 class RoutingTest(parameterized.TestCase):
@@ -270,6 +307,156 @@ class RoutingTest(parameterized.TestCase):
         self.assertEqual(order.starts.tolist(), [0, 1, 3, 6])
 
 
+class PortableTest(parameterized.TestCase):
+    """The Pallas-Triton kernels, interpreted; only their PTX decoder has a plain twin there."""
+
+    @parameterized.product(weights_format=("fp4", "bf16"), quantize_input=(False, True))
+    def test_agrees_with_the_reference(self, weights_format, quantize_input):
+        case = make_case(self.id(), weights_format=weights_format)
+        got = run(case, quantize_input=quantize_input, implementation="portable", interpret=True)
+        wanted = run(case, quantize_input=quantize_input)
+        # Another order of float32 sums: now and then a last bit of h or of the result.
+        self.assertLess(relative(got, wanted), 2e-3)
+        self.assertGreater((got == wanted).mean(), 0.99)
+
+    def test_extreme_scales(self):
+        case = make_case(self.id(), tokens=4, hidden=128, expert_width=64)
+        case.slab.gate_up_scale[:, ::3] = 0
+        case.slab.gate_up_scale[:, 1::7] = 200
+        case.slab.down_scale[:, 5, :] = 255
+        got = run(case, implementation="portable", interpret=True)
+        assert_same_bits(np.isnan(got).astype("f4"), np.isnan(run(case)).astype("f4"))
+        finite = ~np.isnan(got)
+        self.assertLess(relative(got[finite], run(case)[finite]), 2e-3)
+
+    def test_all_patterns_of_empty_experts(self):
+        case = make_case(
+            self.id(), experts=4, experts_per_token=2, tokens=9, hidden=64, expert_width=64
+        )
+        for pattern in itertools.product((False, True), repeat=4):
+            allowed = np.flatnonzero(pattern)
+            ids = np.full_like(case.ids, -1)
+            for slot in range(min(2, len(allowed))):
+                ids[:, slot] = allowed[(np.arange(9) + slot) % len(allowed)]
+            some = dataclasses.replace(case, ids=ids)
+            got = run(some, implementation="portable", interpret=True)
+            np.testing.assert_allclose(
+                got.astype("f4"), run(some).astype("f4"), rtol=0, atol=1e-2, err_msg=str(pattern)
+            )
+
+    def test_one_expert_has_all_rows_and_others_are_absent(self):
+        case = make_case(self.id(), experts_per_token=2, tokens=37, hidden=64, expert_width=64)
+        case.ids[:] = [3, 5]
+        case.where[5] = -1
+        got = run(case, implementation="portable", interpret=True)
+        self.assertTrue(np.isnan(got[:, 1]).all())
+        np.testing.assert_allclose(
+            got[:, 0].astype("f4"), run(case)[:, 0].astype("f4"), rtol=0, atol=1e-2
+        )
+
+    def test_arrays_that_32_bit_offsets_cannot_reach_are_halved(self):
+        for experts, pieces in ((97, 1), (98, 2), (195, 2), (256, 2), (384, 2), (391, 1)):
+            d, f = specs.PRO.hidden, specs.PRO.expert_width
+            shapes = ((2 * f, d // 2), (2 * f, d // 32), (d, f // 2), (d, f // 32))
+            arrays = [jax.ShapeDtypeStruct((experts, *shape), jnp.uint8) for shape in shapes]
+            found = jax.eval_shape(portable.addressable, ExpertSlab(*arrays, "fp4"))
+            self.assertLen(found, pieces, experts)
+            self.assertEqual(sum(piece.experts for piece in found), experts)
+
+    @parameterized.product(spec=("flash", "pro"), tokens=(1, 100, 8192, 32768))
+    def test_lowers_for_cuda_at_released_shapes(self, spec, tokens):
+        text = lower_for_cuda(specs.SPECS[spec], tokens, "fp4", split=True)
+        self.assertIn("routed_experts_gate_up", text)
+        self.assertIn("routed_experts_down", text)
+
+    def test_lowers_for_cuda_with_bfloat16_weights(self):
+        self.assertIn("routed_experts_down", lower_for_cuda(specs.FLASH, 512, "bf16", split=False))
+
+
+def lower_for_cuda(spec, tokens, weights_format, split):
+    """StableHLO of the portable kernels for a CUDA device, with the experts in one or two slabs."""
+
+    def array(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def abstract_slab(n):
+        d, f = spec.hidden, spec.expert_width
+        if weights_format == "bf16":
+            half = jnp.bfloat16
+            return ExpertSlab(array(half, n, 2 * f, d), None, array(half, n, d, f), None, "bf16")
+        u8 = functools.partial(array, jnp.uint8)
+        return ExpertSlab(
+            u8(n, 2 * f, d // 2), u8(n, 2 * f, d // 32), u8(n, d, f // 2), u8(n, d, f // 32), "fp4"
+        )
+
+    sizes = (spec.experts - 64, 64) if split else (spec.experts,)
+    k = spec.experts_per_token
+    call = functools.partial(
+        expert_slots, limit=10.0, quantize_input=True, implementation="portable"
+    )
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with (
+        use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)),
+        mock.patch.object(support, "unsupported", return_value=None),
+    ):
+        lowered = (
+            jax.jit(call)
+            .trace(
+                array(jnp.bfloat16, tokens, spec.hidden),
+                array(jnp.int32, tokens, k),
+                array(jnp.float32, tokens, k),
+                tuple(abstract_slab(n) for n in sizes),
+                array(jnp.int32, spec.experts),
+            )
+            .lower(lowering_platforms=("cuda",))
+        )
+    return lowered.as_text()
+
+
+class RowTilesTest(parameterized.TestCase):
+    @parameterized.product(size=(1, 4, 16), tokens=(1, 13))
+    def test_tiles_cover_every_row_of_the_slab_once(self, size, tokens):
+        rng = np.random.default_rng(size * 100 + tokens)
+        ids = rng.integers(-1, 7, (tokens, 3)).astype("i4")
+        where = np.array([4, -1, 0, 1, 5, 2, 3], "i4")
+        order = ordering.order_rows(ids, where, 6)
+        for first, experts in ((0, 6), (2, 3)):
+            tiles = ordering.row_tiles(order, first, experts, size)
+            found = {}
+            for expert, start, count in zip(tiles.expert, tiles.start, tiles.count, strict=True):
+                self.assertLessEqual(count, size)
+                for row in order.rows[int(start) : int(start + count)].tolist():
+                    self.assertNotIn(row, found)
+                    found[row] = int(expert) + first
+            wanted = {
+                row: int(where[id])
+                for row, id in enumerate(ids.reshape(-1).tolist())
+                if id >= 0 and first <= where[id] < first + experts
+            }
+            self.assertEqual(found, wanted)
+
+
+class TilingTest(parameterized.TestCase):
+    def test_depends_on_the_average_number_of_rows_only(self):
+        choose = functools.partial(tiling.choose, "another device", 4096, 2048)
+        self.assertEqual(choose(1, 6, 256).gate_up.rows, 16)
+        self.assertEqual(choose(2048, 6, 256).gate_up.rows, 64)
+        self.assertEqual(choose(32768, 6, 256).down.rows, 128)
+
+    def test_table_of_the_device_is_used(self):
+        tuned = tiling.choose("NVIDIA H200", 4096, 2048, 8192, 6, 256)
+        ruled = tiling.choose("another device", 4096, 2048, 8192, 6, 256)
+        self.assertNotEqual(tuned, ruled)
+
+    def test_errors_name_the_field(self):
+        good = {"out": 64, "rows": 16, "step": 64, "warps": 4, "stages": 3}
+        for change in ({"out": 96}, {"rows": 8}, {"step": 32}, {"warps": 3}, {"stages": 0}):
+            with pytest.raises(ValueError, match=next(iter(change))):
+                tiling.Tiling(**(good | change))
+        with pytest.raises(ValueError, match="same rows"):
+            tiling.LayerTiling(tiling.Tiling(**good), tiling.Tiling(**(good | {"rows": 32})))
+
+
 class CombineTest(parameterized.TestCase):
     def test_sums_in_slot_order_with_one_rounding(self):
         rng = np.random.default_rng(4)
@@ -287,6 +474,20 @@ class CombineTest(parameterized.TestCase):
 
 
 class RefusalTest(absltest.TestCase):
+    def test_implementations_say_why_they_are_refused(self):
+        case = make_case(self.id())
+        for change, options, text in (
+            ({}, {"interpret": False}, "need an NVIDIA GPU"),
+            ({"x": case.x.astype("f4")}, {}, "x is float32"),
+            ({"slab": make_case(self.id(), weights_format="fp8").slab}, {}, "slab 0 is fp8"),
+            ({"slab": make_case(self.id(), expert_width=96).slab}, {}, "F=96"),
+        ):
+            options = {"implementation": "portable", "interpret": True} | options
+            with pytest.raises(NotImplementedError, match=text):
+                run(dataclasses.replace(case, **change), **options)
+        with pytest.raises(ValueError, match="'fast'"):
+            run(case, implementation="fast")
+
     def test_errors_name_what_is_wrong(self):
         case = make_case(self.id(), dtype="float32")
         wrong = functools.partial(dataclasses.replace, case)
