@@ -41,8 +41,8 @@ def add_block(
     """One more block of keys.
 
     q [t, h, K]; keys [t, n, K] for keys of each token's own or [n, K] for keys that all share;
-    visible [t, n]. At least one key of the first block has to be visible. A row of `keys` that some
-    token cannot see must not hold NaN.
+    visible [t, n]. At least one key of the first block has to be visible. A key that a token cannot
+    see may hold NaN; in one that it does see a NaN reaches the output through the score.
     """
     dims = ((2,), (keys.ndim - 1,)), ((0,), (0,)) if keys.ndim == 3 else ((), ())
     scores = jax.lax.dot_general(
@@ -59,7 +59,7 @@ def add_block(
     dims = ((2,), (keys.ndim - 2,)), ((0,), (0,)) if keys.ndim == 3 else ((), ())
     product = jax.lax.dot_general(
         round_to(weights, q.dtype),
-        keys,
+        jnp.where(jnp.isnan(keys), jnp.zeros((), keys.dtype), keys),
         dims,
         precision=precision(q.dtype),
         preferred_element_type=jnp.float32,
@@ -91,5 +91,4 @@ def window_blocks(
         jnp.arange(count, dtype=jnp.int32)[:, None] + jnp.arange(window, dtype=jnp.int32)[None, :]
     )
     visible = first - (window - 1) + rows >= 0
-    keys = jnp.where(visible[:, :, None], band[rows], jnp.zeros((), band.dtype))
-    return add_block(empty(q.shape), q, keys, visible, scale)
+    return add_block(empty(q.shape), q, band[rows], visible, scale)

@@ -43,7 +43,6 @@ def sparse_attention(
             chosen = jax.lax.dynamic_slice_in_dim(listed, index * width, width, axis=1)
             visible = chosen >= 0
             keys = compressed[jnp.where(visible, chosen, 0)]
-            keys = jnp.where(visible[:, :, None], keys, jnp.zeros((), keys.dtype))
             return online_softmax.add_block(running, q_tile, keys, visible, scale)
 
         running = online_softmax.window_blocks(

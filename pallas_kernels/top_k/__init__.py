@@ -33,7 +33,7 @@ def top_k(
     shapes = checks.Shapes("top_k")
     shapes.bind("scores", scores, "TN", checks.FLOAT32)
     checks.positive("top_k", k=k)
-    chosen = checks.pick("top_k", implementation, None, interpret=interpret)
+    chosen = checks.pick("top_k", implementation, kernel.refusal(k), interpret=interpret)
     if chosen in ("portable", "sm90"):
         return kernel.top_k(scores, k, interpret=interpret)
     return reference.top_k(scores, k)

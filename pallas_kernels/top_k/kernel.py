@@ -15,7 +15,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-SEGMENT = 8192  # scores that one program holds; at most 32768, so that two counts fit in an int32
+SEGMENT = 8192  # scores that one program holds; below 32768, so that two counts fit in an int32
+LANES = 1024  # scores per warp
 _NOTHING = np.int32(np.iinfo(np.int32).min)  # key of -inf, NaN and absent scores
 
 
@@ -25,6 +26,7 @@ def top_k(
     limit: jax.Array | None = None,
     *,
     segment: int = SEGMENT,
+    lanes: int = LANES,
     interpret: bool = False,
 ) -> jax.Array:
     """Indices [T, k]; see `pallas_kernels.top_k.top_k`.
@@ -35,14 +37,21 @@ def top_k(
     rows, entries = scores.shape
     if limit is None:
         limit = jnp.full((rows,), entries, jnp.int32)
-    size = min(segment, max(128, _power_of_two(entries)))
-    segments = -(-entries // size)
-    winners = _call(scores, limit, None, k, size, segments, interpret)
-    if segments == 1:
-        return winners[:, 0, :k]
-    candidates = winners[:, :, :k].reshape(rows, segments * k)
-    size = max(128, _power_of_two(segments * k))
-    return _call(scores, limit, candidates, k, size, 1, interpret)[:, 0, :k]
+    segment = max(segment, _power_of_two(2 * k))
+    candidates, width = None, entries
+    while True:
+        size = min(segment, max(128, _power_of_two(width)))
+        segments = -(-width // size)
+        winners = _call(scores, limit, candidates, k, size, segments, lanes, interpret)
+        if segments == 1:
+            return winners[:, 0, :k]
+        width = segments * k
+        candidates = winners[:, :, :k].reshape(rows, width)
+
+
+def refusal(k: int) -> str | None:
+    """Why the kernel cannot select k entries; None when it can."""
+    return f"k is {k}, the kernel selects at most 8192" if k > 8192 else None
 
 
 def _power_of_two(n: int) -> int:
@@ -57,6 +66,7 @@ def _call(
     k: int,
     size: int,
     segments: int,
+    lanes: int,
     interpret: bool,
 ) -> jax.Array:
     """[T, segments, k + 1] indices; the last column takes what a masked store must not write."""
@@ -73,69 +83,74 @@ def _call(
         grid=(segments, rows),
         in_specs=[pl.no_block_spec] * len(arrays),
         out_specs=pl.no_block_spec,
-        compiler_params=plt.CompilerParams(num_warps=_warps(size), num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=max(1, min(16, size // lanes)), num_stages=1),
         interpret=interpret,
         name="top_k",
     )(*arrays)
 
 
-def _warps(size: int) -> int:
-    return max(1, min(16, size // 2048))
-
-
 def _kernel(limit_ref, scores_ref, *refs, has_candidates: bool, k: int, size: int, entries: int):
     out_ref = refs[-1]
     segment, row = pl.program_id(0), pl.program_id(1)
-    lanes = jnp.arange(size, dtype=jnp.int32)
+    lanes = segment * size + jnp.arange(size, dtype=jnp.int32)
     limit = jnp.minimum(limit_ref[row], entries)
-    if has_candidates:
-        count = refs[0].shape[1]
-        there = lanes < count
-        ids = plt.load(refs[0].at[row, jnp.minimum(lanes, count - 1)], mask=there, other=-1)
-        there = there & (ids >= 0)
-        ids = jnp.maximum(ids, 0)
-    else:
-        ids = segment * size + lanes
-        there = ids < limit
-        ids = jnp.minimum(ids, entries - 1)
-    scores = plt.load(scores_ref.at[row, ids], mask=there, other=-jnp.inf)
-    keys = _order(scores)
-    present = keys != _NOTHING
-    total = jnp.sum(present.astype(jnp.int32))
-
-    # Invariant: at least k keys are >= low, fewer than k are >= high (when there are k at all).
-    low = jnp.min(jnp.where(present, keys, np.int32(np.iinfo(np.int32).max)))
-    high = jnp.max(keys) + 1
-    low, _ = jax.lax.while_loop(
-        lambda bounds: bounds[0] < bounds[1] - 1,
-        functools.partial(_halve, keys, k),
-        (low, jnp.where(total > k, high, low)),
-    )
-    above = (keys > low) & present
-    level = (keys == low) & present
-    # Both prefix sums in one: the counts of a segment fit in 16 bits each.
-    ranks = jnp.cumsum(above.astype(jnp.int32) + (level.astype(jnp.int32) << 16))
-    spare = jnp.minimum(k, total) - jnp.sum(above.astype(jnp.int32))
-    rank = (ranks & 0xFFFF) + jnp.minimum(ranks >> 16, spare)
-    chosen = above | (level & ((ranks >> 16) <= spare))
-    plt.store(out_ref.at[row, segment, jnp.where(chosen, rank - 1, k)], ids, mask=chosen)
     slots = jnp.arange(_power_of_two(k), dtype=jnp.int32)
-    empty = (slots >= jnp.minimum(k, total)) & (slots < k)
-    plt.store(
-        out_ref.at[row, segment, jnp.where(empty, slots, k)],
-        jnp.full(slots.shape, -1, jnp.int32),
-        mask=empty,
-    )
+
+    def store_nothing(first):
+        empty = (slots >= first) & (slots < k)
+        plt.store(
+            out_ref.at[row, segment, jnp.where(empty, slots, k)],
+            jnp.full(slots.shape, -1, jnp.int32),
+            mask=empty,
+        )
+
+    def select():
+        if has_candidates:
+            count = refs[0].shape[1]
+            there = lanes < count
+            ids = plt.load(refs[0].at[row, jnp.minimum(lanes, count - 1)], mask=there, other=-1)
+            there = there & (ids >= 0)
+            ids = jnp.maximum(ids, 0)
+        else:
+            there = lanes < limit
+            ids = jnp.minimum(lanes, entries - 1)
+        keys = _order(plt.load(scores_ref.at[row, ids], mask=there, other=-jnp.inf))
+        present = keys != _NOTHING
+        total = jnp.sum(present.astype(jnp.int32))
+        wanted = jnp.minimum(k, total)
+        low = _threshold(keys, present, total, k)
+        above = (keys > low) & present
+        level = (keys == low) & present
+        # Both prefix sums in one: the counts of a segment fit in 16 bits each.
+        ranks = jnp.cumsum(above.astype(jnp.int32) + (level.astype(jnp.int32) << 16))
+        spare = wanted - jnp.sum(above.astype(jnp.int32))
+        rank = (ranks & 0xFFFF) + jnp.minimum(ranks >> 16, spare)
+        chosen = above | (level & ((ranks >> 16) <= spare))
+        plt.store(out_ref.at[row, segment, jnp.where(chosen, rank - 1, k)], ids, mask=chosen)
+        store_nothing(wanted)
+
+    if has_candidates:
+        select()
+    else:
+        pl.when(segment * size < limit)(select)
+        pl.when(segment * size >= limit)(lambda: store_nothing(0))
 
 
-def _halve(keys, k, bounds):
-    low, high = bounds
-    middle = (low >> 1) + (high >> 1) + (low & high & 1)
-    count = jnp.sum((keys >= middle).astype(jnp.int32))
-    # With exactly k keys above the middle it is the threshold: the interval closes.
-    low = jnp.where(count >= k, middle, low)
-    high = jnp.where(count > k, high, jnp.where(count == k, middle + 1, middle))
-    return low, high
+def _threshold(keys, present, total, k):
+    """The largest key with at least k keys from it up; the smallest key when there are fewer."""
+    low = jnp.min(jnp.where(present, keys, np.int32(np.iinfo(np.int32).max)))
+    high = jnp.where(total > k, jnp.max(keys) + 1, low)
+
+    # At least k keys are >= low and fewer than k are >= high.
+    def halve(bounds):
+        low, high = bounds
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        count = jnp.sum((keys >= middle).astype(jnp.int32))
+        # With exactly k keys from the middle up it will do: the interval closes.
+        high = jnp.where(count > k, high, jnp.where(count == k, middle + 1, middle))
+        return jnp.where(count >= k, middle, low), high
+
+    return jax.lax.while_loop(lambda bounds: bounds[0] < bounds[1] - 1, halve, (low, high))[0]
 
 
 def _order(scores):

@@ -54,8 +54,6 @@ def _entries(
     def block(index: jax.Array, running: online_softmax.Running) -> online_softmax.Running:
         entries = index * ENTRIES + jnp.arange(ENTRIES, dtype=jnp.int32)
         keys = compressed.at[entries].get(mode="clip")
-        # Entries that only the last tokens of the tile see may be padding that holds anything.
-        keys = jnp.where(jnp.isnan(keys), jnp.zeros((), keys.dtype), keys)
         return online_softmax.add_block(running, q, keys, entries[None, :] < seen[:, None], scale)
 
     blocks = jnp.minimum(-(-seen[-1] // ENTRIES), -(-compressed.shape[0] // ENTRIES))
