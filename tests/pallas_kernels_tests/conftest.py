@@ -25,7 +25,7 @@ def lower_for_gpu():
 
 @pytest.fixture
 def distance():
-    """distance(got, wanted): relative Frobenius distance; both must be finite at the same places."""
+    """distance(got, wanted): relative Frobenius distance; both are finite at the same places."""
 
     def relative(got, wanted):
         got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
