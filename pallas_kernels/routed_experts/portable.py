@@ -73,7 +73,7 @@ def expert_slots(
         tiles = row_tiles(order, first, slab.experts, tiling.gate_up.rows)
         first += slab.experts
         inputs = x if slab.format == "bf16" else paired
-        h = _gate_up(
+        h = gate_up(
             inputs,
             flat_weights,
             order,
@@ -87,7 +87,7 @@ def expert_slots(
         if quantize_input:
             # Blocks of 128 channels hold the same channels in either order.
             h = codecs.fake_quant_fp8(h, 128)
-        out = _down(
+        out = down(
             h, order, tiles, slab, out, _fit(tiling.down, hidden, slab.width), interpret=interpret
         )
     return out.reshape(slots.shape)
@@ -127,7 +127,7 @@ def _fit(tiling: Tiling, out: int, contraction: int) -> Tiling:
     )
 
 
-def _gate_up(x, weights, order: RowOrder, tiles: RowTiles, slab, *, k, limit, tiling, interpret):
+def gate_up(x, weights, order: RowOrder, tiles: RowTiles, slab, *, k, limit, tiling, interpret):
     """h [R, F] in sorted row order, channels in pair order for FP4; unserved rows are undefined."""
     kernel = functools.partial(_gate_up_kernel, k=k, limit=limit, tiling=tiling)
     return _call(
@@ -142,7 +142,7 @@ def _gate_up(x, weights, order: RowOrder, tiles: RowTiles, slab, *, k, limit, ti
     )
 
 
-def _down(h, order: RowOrder, tiles: RowTiles, slab, slots, tiling, *, interpret):
+def down(h, order: RowOrder, tiles: RowTiles, slab, slots, tiling, *, interpret):
     """slots [R, D] with the rows of this slab's experts filled in."""
     kernel = functools.partial(_down_kernel, tiling=tiling)
     return _call(
@@ -341,7 +341,7 @@ def _decode_plain(codes, scales):
 
 
 def _decode_ptx(codes, scales):
-    """The same on the GPU: four codes at a time, as bit fields of two packed bfloat16 registers.
+    """The same on the GPU: two codes at a time, as bit fields of a register with two bfloat16.
 
     The three magnitude bits of E2M1, put where bfloat16 has the low exponent bits and the top
     mantissa bit, are the value times 2^-126, subnormal for code 1; a product with 2^126 makes it
@@ -358,8 +358,8 @@ def _decode_ptx(codes, scales):
         plt.elementwise_inline_asm(
             asm,
             args=[codes, scale],
-            constraints="=r,=r,r,r,r",
-            pack=4,
+            constraints="=r,r,r",
+            pack=2,
             result_shape_dtypes=[out],
         )[0]
         for asm in (_ptx(sign_left=4, magnitude_right=2), _ptx(sign_left=0, magnitude_right=6))
@@ -367,20 +367,16 @@ def _decode_ptx(codes, scales):
 
 
 def _ptx(*, sign_left, magnitude_right):
-    """PTX for four bytes $2 and their scales $3, $4 (bf16 pairs) to two bf16 pairs $0, $1."""
-    lines = []
-    for half, selector in enumerate(("0x1404", "0x3424")):  # two bytes, each in a high half
-        lines += [
-            f"prmt.b32 lanes, $2, 0, {selector};",
-            f"shr.u32 magnitude, lanes, {magnitude_right};",
-            "and.b32 magnitude, magnitude, 0x01C001C0;",
-            f"shl.b32 lanes, lanes, {sign_left};",
-            "lop3.b32 lanes, lanes, 0x80008000, magnitude, 0xEA;",  # (a & b) | c
-            # fma with -0 as addend: a plain product of bf16 pairs needs a newer GPU.
-            "fma.rn.bf16x2 lanes, lanes, unit, zero;",
-            f"fma.rn.bf16x2 ${half}, lanes, ${3 + half}, zero;",
-        ]
-    return (
-        "{ .reg .b32 lanes, magnitude, unit, zero;"
-        " mov.b32 unit, 0x7E807E80; mov.b32 zero, 0x80008000; " + " ".join(lines) + " }"
-    )
+    """PTX for two bytes $1 and their scales $2 (a bf16 pair) to a bf16 pair $0."""
+    return f"""{{
+        .reg .b32 lanes, magnitude, unit, zero;
+        mov.b32 unit, 0x7E807E80;  // 2^126, twice
+        mov.b32 zero, 0x80008000;  // -0: fma, as a plain product of bf16 pairs needs a newer GPU
+        prmt.b32 lanes, $1, 0, 0x1404;  // each byte to the upper half of 16 bits
+        shr.u32 magnitude, lanes, {magnitude_right};
+        and.b32 magnitude, magnitude, 0x01C001C0;
+        shl.b32 lanes, lanes, {sign_left};
+        lop3.b32 lanes, lanes, 0x80008000, magnitude, 0xEA;  // (lanes & signs) | magnitude
+        fma.rn.bf16x2 lanes, lanes, unit, zero;
+        fma.rn.bf16x2 $0, lanes, $2, zero;
+    }}"""
