@@ -1,0 +1,194 @@
+"""What every layer range costs on one device: residents, ring, memory, and time of a pass."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from sharding.cost import Problem, Schedule, transfer_ns
+
+
+def ring_units(problem: Problem) -> tuple[int, ...]:
+    """The ring units of a problem that differ, in experts per slab, largest first."""
+    cap = max(problem.experts, 1)
+    return tuple(sorted({min(unit, cap) for unit in problem.ring_units}, reverse=True))
+
+
+class RangeTable:
+    """Costs of all layer ranges [begin, end) on `device`, one int64 array entry per range.
+
+    Residents: all experts if they fit, else the largest R with
+
+        R + slots * min(unit, E - R // layers) <= room
+
+    in experts: the ring holds `slots` slabs, and a slab holds at most `unit` experts and at most
+    the streamed share of a layer. R is spread evenly over the layers of the range, the first
+    R % layers have one more.
+
+    With a peer, the experts that are streamed come over three paths at once: from host memory over
+    the own link, from the peer's memory, and from host memory through the peer. The division makes
+    the slowest path as fast as possible, then reads as little host memory as possible.
+
+    feasible         whether the range fits.
+    local_ns         max(compute_ns, stream_ns): time of a pass without hand-off.
+    host_experts, peer_experts, relayed    experts moved per pass, by path.
+    own_host_bytes, peer_host_bytes        read per pass from the two hosts.
+    memory           component -> bytes on the device; peer_memory: on the peer.
+    need             smallest number of bytes with which the range would fit.
+    """
+
+    def __init__(
+        self, problem: Problem, schedule: Schedule, device: int, peer: int | None, unit: int
+    ) -> None:
+        n = len(problem.layers)
+        row = problem.devices[device]
+        begin, end = np.triu_indices(n)
+        end = end + 1
+        self.begin, self.end, self.unit = begin, end, unit
+        self._first = np.cumsum([0, *range(n, 0, -1)])
+
+        def total(values: Iterable[int]) -> np.ndarray:
+            sums = np.cumsum([0, *values], dtype=np.int64)
+            return sums[end] - sums[begin]
+
+        work = total(schedule.compute_ns)
+        work += np.where(begin == 0, schedule.embed_ns, 0)
+        work += np.where(end == n, schedule.head_ns, 0)
+        self.compute_ns = -(-work * 1000 // row.speed_permille)
+        space = np.array([layer.workspace_bytes for layer in problem.layers], np.int64)
+        self.memory = {
+            "dense weights": total(layer.dense_bytes for layer in problem.layers),
+            "state": total(layer.state_bytes for layer in problem.layers),
+            "embedding": np.where(begin == 0, problem.embed_bytes, 0),
+            "head": np.where(end == n, problem.head_bytes, 0),
+            "workspace": np.concatenate([np.maximum.accumulate(space[i:]) for i in range(n)]),
+            "activations": np.full(len(begin), schedule.activation_bytes, np.int64),
+            "hand-off": np.where(begin > 0, schedule.receive_bytes, 0)
+            + np.where(end < n, schedule.send_bytes, 0),
+        }
+        fixed = np.sum(list(self.memory.values()), axis=0)
+        layers = total(int(layer.experts > 0) for layer in problem.layers)
+        self._place(problem, layers, (row.memory_bytes - fixed) // problem.expert_bytes)
+        least = np.minimum(layers * problem.experts, problem.ring_slots * unit)
+        self.need = fixed + least * problem.expert_bytes
+        self.memory["resident experts"] = self.residents * problem.expert_bytes
+        self.memory["ring"] = self.ring * problem.expert_bytes
+        self._stream(problem, schedule, layers, device, peer)
+        self.local_ns = np.maximum(self.compute_ns, self.stream_ns)
+
+    def index(self, begin: int, end: int) -> int:
+        """Position of the range [begin, end) in the arrays."""
+        return int(self._first[begin]) + end - begin - 1
+
+    def _place(self, problem: Problem, layers: np.ndarray, room: np.ndarray) -> None:
+        count, slots, unit = problem.experts, problem.ring_slots, self.unit
+        everything = layers * count
+        fits = everything <= room
+        # While more than `unit` experts of a layer are streamed, slabs have the full unit.
+        full = np.minimum(room - slots * unit, (count - unit) * layers + np.maximum(layers, 1) - 1)
+        # Beyond, slabs shrink as residents grow: q per layer leaves room for q * layers + slots *
+        # (count - q). That grows with q only if there are more layers than slots.
+        wide = layers > slots
+        q = (room - slots * count) // np.where(wide, layers - slots, 1)
+        shrunk = q * layers + np.minimum(layers - 1, room - q * layers - slots * (count - q))
+        some = np.where(wide & (q > count - unit), shrunk, full)
+        self.feasible = (room >= 0) & (fits | (some >= 0))
+        self.residents = np.where(fits, everything, np.maximum(some, 0))
+        share = self.residents // np.maximum(layers, 1)
+        self.slab = np.where(fits, 0, np.minimum(unit, count - share))
+        self.ring = slots * self.slab
+
+    def _stream(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        layers: np.ndarray,
+        device: int,
+        peer: int | None,
+    ) -> None:
+        count = max(problem.experts, 1)
+        hits = [
+            hit for hit, layer in zip(schedule.distinct, problem.layers, strict=True)
+            if layer.experts
+        ]  # fmt: skip
+        # moved[q, i]: experts of layer i that a pass moves if q of it are resident. All others in
+        # whole-layer mode; in routed-set mode the expected share of the hits, for residents chosen
+        # without statistics.
+        streamed = np.arange(count, -1, -1, dtype=np.int64)
+        moved = -(-streamed[:, None] * np.array(hits, np.int64)[None] // count)
+        uploads = -(-moved // self.unit)
+        before = np.cumsum([0, *(int(layer.experts > 0) for layer in problem.layers)])
+        first, last = before[self.begin], before[self.end]
+        share = self.residents // np.maximum(layers, 1)
+        middle = first + self.residents % np.maximum(layers, 1)
+
+        def over_layers(table: np.ndarray) -> np.ndarray:
+            sums = np.zeros((count + 1, len(hits) + 1), np.int64)
+            np.cumsum(table, axis=1, out=sums[:, 1:])
+            more = np.minimum(share + 1, count)
+            return sums[more, middle] - sums[more, first] + sums[share, last] - sums[share, middle]
+
+        experts = over_layers(moved)
+        row = problem.devices[device]
+        # A time per expert, rounded up: sums stay exact and small.
+        own_ns = transfer_ns(problem.expert_bytes, row.host_link_bytes_per_s)
+        span = self.end - self.begin
+        extra_ns = span * transfer_ns(schedule.layer_link_bytes, row.host_link_bytes_per_s)
+        if peer is None:
+            self.peer_experts = np.zeros_like(experts)
+            self.relayed = np.zeros_like(experts)
+            self.peer_residents = np.zeros_like(experts)
+            busy_ns = experts * own_ns + extra_ns
+        else:
+            apart = layers * problem.experts - self.residents
+            busy_ns = self._divide(problem, experts, apart, own_ns, extra_ns, device, peer)
+        self.stream_ns = busy_ns + over_layers(uploads) * problem.upload_overhead_ns
+        self.host_experts = experts - self.peer_experts - self.relayed
+        self.own_host_bytes = (
+            self.host_experts * problem.expert_bytes + span * schedule.layer_link_bytes
+        )
+        self.peer_host_bytes = self.relayed * problem.expert_bytes
+        self.host_bytes = self.own_host_bytes + self.peer_host_bytes
+        self.peer_memory = {
+            "peer experts": self.peer_residents * problem.expert_bytes,
+            "relay ring": np.where(self.relayed > 0, self.ring, 0) * problem.expert_bytes,
+        }
+
+    def _divide(
+        self,
+        problem: Problem,
+        experts: np.ndarray,
+        apart: np.ndarray,
+        own_ns: int,
+        extra_ns: np.ndarray,
+        device: int,
+        peer: int,
+    ) -> np.ndarray:
+        """Sets the experts per path; returns the time of the slowest path."""
+        rate = {(link.owner, link.peer): link.bytes_per_s for link in problem.peers}[device, peer]
+        peer_ns = transfer_ns(problem.expert_bytes, rate)
+        row = problem.devices[peer]
+        relay_ns = transfer_ns(problem.expert_bytes, row.host_link_bytes_per_s)
+        space = np.maximum(row.memory_bytes // problem.expert_bytes - self.ring, 0)
+        held = np.minimum(space, apart)
+        # Of the experts that a pass moves, the share that the peer can hold.
+        kept = np.where(apart > 0, experts * held // np.maximum(apart, 1), 0)
+
+        def slowest(through: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            own = (experts - through) * own_ns + extra_ns
+            relay = np.maximum(through - kept, 0) * relay_ns
+            return own, np.maximum(through * peer_ns, relay)
+
+        low, high = np.zeros_like(experts), experts.copy()
+        for _ in range(int(experts.max(initial=1)).bit_length()):
+            middle = (low + high) // 2
+            own, other = slowest(middle)
+            high = np.where(other >= own, middle, high)
+            low = np.where(other >= own, low, np.minimum(middle + 1, high))
+        best = np.maximum(*slowest(high))
+        best = np.minimum(best, np.maximum(*slowest(np.maximum(high - 1, 0))))
+        self.peer_experts = np.minimum(kept, best // peer_ns)
+        needed = np.clip(-(-(experts * own_ns + extra_ns - best) // own_ns), 0, experts)
+        self.relayed = np.maximum(needed - self.peer_experts, 0)
+        share = -(-self.peer_experts * apart // np.maximum(experts, 1))
+        self.peer_residents = np.minimum(share, held)
+        return best
