@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install -qq -
 # dependencies change.
 STAMP := $(VENV)/.installed-cuda$(CUDA)
 
-.PHONY: help prefill test lint types oracle clean
+.PHONY: help prefill test dev lint types oracle clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo '               CHECKPOINT=DIR CONFIG=FILE.toml OUT_DIR=DIR ARGS="--flag=value ..."'
 	@echo 'make test      sets up and runs the fast tests (PYTEST_ARGS="...")'
 	@echo 'make lint      ruff and import rules      make types     pyrefly'
+	@echo 'make dev       sets up what lint, types and tests need'
 	@echo 'make oracle    builds .oracle (torch, transformers) for the live parity tests'
 	@echo 'make clean     removes .venv, caches and run/'
 	@echo 'PYTHON=...     the interpreter to build .venv with; CUDA=1|0 the GPU build of JAX or not'
@@ -63,7 +64,9 @@ prefill: $(STAMP)-run $(if $(filter $(TINY),$(CHECKPOINT)),$(TINY)/config.json)
 		--out_dir=$(OUT_DIR) --overwrite $(ARGS)
 
 test: $(STAMP)-test
-	$(BIN)/python -m pytest -n2 --dist=worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n2 --dist=loadfile $(PYTEST_ARGS)
+
+dev: $(STAMP)-dev
 
 lint: $(STAMP)-dev
 	$(BIN)/ruff check .

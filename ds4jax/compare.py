@@ -66,8 +66,8 @@ def compare_runs(first: str, second: str) -> dict[str, Any]:
     hashes = [{n: r["outputs"][n]["sha256"] for n in names} for r in records]
     return {
         "schema": "ds4jax.compare/1",
-        "a": str(first),
-        "b": str(second),
+        "a": first,
+        "b": second,
         "values": values,
         "rows": len(a),
         "equal": hashes[0] == hashes[1],

@@ -135,6 +135,7 @@ class Engine:
         self.load_seconds = load_seconds
         self.fingerprint = fingerprint
         self.row_shapes = row_shapes(config.prefill.chunk_tokens)
+        self._shapes_seen: set[int] = set()
         self._runner: Runner | None = runner
         self._slabs: Sequence[LayerSlabs] = slabs
 
@@ -261,36 +262,11 @@ class Engine:
         state = self._with_room(state, reused + len(ids))
         on_event(events.PromptStarted(job.index, job.prompts, job.name, len(ids), reused))
         rows = _Rows()
-        put = sink or rows.append
         chunks: list[events.ChunkDone] = []
-        size = self.config.prefill.chunk_tokens
-        for first in range(0, len(ids), size):
-            began, compiled = time.perf_counter(), COMPILED.measure()
-            piece = ids[first : first + size]
-            shape = next(rows for rows in self.row_shapes if rows >= len(piece))
-            streams, state = self._advance(runner, piece, shape, state)
-            following = np.full(shape, -1, np.int32)
-            after = ids[first + 1 : first + len(piece) + 1]
-            following[: len(after)] = after
-            ends = first + len(piece) == len(ids)
-            self._deliver(runner, mode, streams, len(piece), following, ends, put)
-            jax.block_until_ready(streams)
-            programs, compile_seconds = compiled()
-            chunks.append(
-                events.ChunkDone(
-                    prompt=job.index,
-                    chunk=len(chunks),
-                    position=reused + first,
-                    tokens=len(piece),
-                    rows=shape,
-                    seconds=time.perf_counter() - began,
-                    compiled=programs,
-                    compile_seconds=compile_seconds,
-                    done=job.done_before + first + len(piece),
-                    total=job.total,
-                )
-            )
-            on_event(chunks[-1])
+        for first in range(0, len(ids), self.config.prefill.chunk_tokens):
+            state, chunk = self._read_chunk(runner, job, first, state, mode, sink or rows.append)
+            chunks.append(chunk)
+            on_event(chunk)
             if stop is not None and stop.is_set():
                 break
         read = state.position - reused
@@ -305,6 +281,36 @@ class Engine:
             interrupted=read < len(ids),
         )
         return PrefillResult(rows.logits(), rows.logprobs(), state, report)
+
+    def _read_chunk(
+        self, runner: Runner, job: _Job, first: int, state: SequenceState, mode: str, put: Sink
+    ) -> tuple[SequenceState, events.ChunkDone]:
+        """Reads the chunk that begins with token `first` of the job; consumes `state`."""
+        began, compiled, position = time.perf_counter(), COMPILED.measure(), state.position
+        size = self.config.prefill.chunk_tokens
+        tokens = job.ids[first : first + size]
+        shape = next(rows for rows in self.row_shapes if rows >= len(tokens))
+        streams, state = self._advance(runner, tokens, shape, state)
+        following = np.full(shape, -1, np.int32)
+        after = job.ids[first + 1 : first + len(tokens) + 1]
+        following[: len(after)] = after
+        ends = first + len(tokens) == len(job.ids)
+        self._deliver(runner, mode, streams, len(tokens), following, ends, put)
+        self._shapes_seen.add(shape)
+        jax.block_until_ready((streams, state.layers))
+        programs, compile_seconds = compiled()
+        return state, events.ChunkDone(
+            prompt=job.index,
+            chunk=first // size,
+            position=position,
+            tokens=len(tokens),
+            rows=shape,
+            seconds=time.perf_counter() - began,
+            compiled=programs,
+            compile_seconds=compile_seconds,
+            done=job.done_before + first + len(tokens),
+            total=job.total,
+        )
 
     def _advance(
         self, runner: Runner, tokens: np.ndarray, rows: int, state: SequenceState
@@ -329,8 +335,12 @@ class Engine:
         put: Sink,
     ) -> None:
         """Makes the output rows of a chunk, at most 128 at a time."""
-        if mode == "last" and ends:
-            put("logits", runner.logits(streams, rows - 1, rows))
+        if mode == "last":
+            if ends:
+                put("logits", runner.logits(streams, rows - 1, rows))
+            elif streams.shape[0] not in self._shapes_seen:
+                # Compiles the head for this row shape, so that the next prompt compiles nothing.
+                runner.logits(streams, rows - 1, rows)
         elif mode == "all":
             for first, stop in tiles(rows):
                 put("logits", runner.logits(streams, first, stop))

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -283,7 +283,7 @@ def token_hash(ids: np.ndarray) -> str:
 
 
 @contextlib.contextmanager
-def _console(stream: IO[str]) -> Iterator[events.Observer]:
+def _console(stream: IO[str]) -> Generator[events.Observer]:
     if not stream.isatty():
         yield events.plain(stream)
         return
@@ -292,7 +292,7 @@ def _console(stream: IO[str]) -> Iterator[events.Observer]:
 
 
 @contextlib.contextmanager
-def _stop_on_sigint(stream: IO[str]) -> Iterator[threading.Event]:
+def _stop_on_sigint(stream: IO[str]) -> Generator[threading.Event]:
     """An event that the first SIGINT sets; the second one interrupts at once."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class ArrayWriter:
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Generator[None]:
     """Turns a full disk and other failures to write below `path` into OutputError."""
     try:
         with _full_disk(path):
@@ -94,7 +94,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _full_disk(path: Path) -> Iterator[None]:
+def _full_disk(path: Path) -> Generator[None]:
     """Turns a full disk into OutputError and leaves every other error as it is."""
     try:
         yield
@@ -121,7 +121,7 @@ def require_space(folder: Path, needed_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def output_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
+def output_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Generator[Path]:
     """A folder to write into that becomes `path` when the block ends, or vanishes if it raises.
 
     An existing folder is replaced only with `overwrite` and only if it holds an earlier run.

@@ -205,12 +205,12 @@ class CompileCount:
         self.programs, self.seconds = 0, 0.0
         self._lock = threading.Lock()
 
-    def observe(self, name: str, seconds: float, **_: object) -> None:
+    def observe(self, event: str, duration_secs: float, **_: object) -> None:
         """Takes the duration events of `jax.monitoring`."""
-        if name == "/jax/core/compile/backend_compile_duration":
+        if event == "/jax/core/compile/backend_compile_duration":
             with self._lock:
                 self.programs += 1
-                self.seconds += seconds
+                self.seconds += duration_secs
 
     def measure(self) -> Callable[[], tuple[int, float]]:
         """Starts a measurement; the returned function tells (programs, seconds) since then."""

@@ -5,7 +5,7 @@ import json
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -94,7 +94,7 @@ def say(message: str) -> None:
 
 
 @contextlib.contextmanager
-def _log_to_stderr() -> Iterator[None]:
+def _log_to_stderr() -> Generator[None]:
     """Shows the log lines of this program, which go through absl, and no others."""
     logger = logging.getLogger("absl")
     handler = logging.StreamHandler(sys.stderr)

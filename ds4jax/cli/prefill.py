@@ -45,7 +45,7 @@ def _prefill(argv: Sequence[str]) -> int:
         out_dir=common.require_flag(flag_values, "out_dir"),
         config=config_from_flags(flag_values, _prompt_overrides(flag_values)),
         resume_from=flag_values["resume_from"].value,
-        overwrite=flag_values["overwrite"].value,
+        overwrite=bool(flag_values["overwrite"].value),
     )
     # JAX takes three quarters of a GPU unless told otherwise; this program wants nearly all.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
