@@ -166,6 +166,9 @@ class TensorSource(abc.ABC):
             data = array.reshape(-1).view(np.uint8)
             for start in range(0, wanted, READ_BYTES):
                 tasks.append((name, data[start : start + READ_BYTES], start))
+        if len(tasks) == 1:  # threads cost more than a small tensor
+            self.read_into(*tasks[0])
+            return
         with concurrent.futures.ThreadPoolExecutor(READ_THREADS) as pool:
             futures = [pool.submit(self.read_into, *task) for task in tasks]
         for future in futures:
