@@ -179,7 +179,10 @@ def test_run_configurations_parse_and_state_their_command():
     assert paths
     for path in paths:
         header = "".join(
-            itertools.takewhile(lambda line: line.startswith("#"), path.open(encoding="utf-8"))
+            itertools.takewhile(
+                lambda line: line.startswith("#"),
+                path.read_text(encoding="utf-8").splitlines(keepends=True),
+            )
         )
         assert relative(path) in header, f"{relative(path)}: no header comment with its command"
         assert isinstance(RunConfig.from_toml(path), RunConfig)
