@@ -1,0 +1,552 @@
+"""Items from files: interchangeable readers, and the ring of host slots that they fill ahead.
+
+Reads are split over threads. A slot is filled for one unit, copied to the device, and free again
+when the device has the data; the lock is never held while reading.
+"""
+
+import collections
+import dataclasses
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from streaming.errors import ReadError
+from streaming.monitor import Monitor
+from streaming.pinned import Pinner
+from streaming.slab import PAGE_BYTES, SlabLayout, page_round
+from streaming.store import HostPiece, allocate
+from streaming.trace import Span, Trace
+
+log = logging.getLogger(__name__)
+
+ReaderKind = Literal["preadv", "mmap", "direct"]
+
+_TASK_BYTES = 32 << 20  # one read task at most, so that threads end together
+_BOUNCE_BYTES = 4 << 20  # direct reads of unaligned ranges pass through a buffer of this size
+
+
+class FileRange(NamedTuple):
+    """Bytes offset..offset + nbytes of a file."""
+
+    path: str
+    offset: int
+    nbytes: int
+
+
+# Where a component of an item is: ranges that follow each other in the component's buffer.
+Locate = Callable[[int, int, str], Sequence[FileRange]]
+
+
+class Identity(NamedTuple):
+    """What tells that a file is still the one that was opened."""
+
+    device: int
+    inode: int
+    nbytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, path: str) -> "Identity":
+        stat = os.stat(path)
+        return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+class Reader(Protocol):
+    """Reads file ranges; safe to use from several threads."""
+
+    def read(self, source: FileRange, out: np.ndarray) -> int:
+        """Fills `out` (uint8 [source.nbytes]); returns the bytes asked from the system.
+
+        Raises ReadError for a short or changed file, OSError for what the system reports.
+        """
+        ...
+
+    def close(self) -> None:
+        """Closes the files."""
+        ...
+
+
+@dataclasses.dataclass
+class _File:
+    identity: Identity
+    descriptor: int
+    mapping: mmap.mmap | None = None
+
+
+class _Files:
+    """Open files by path, opened on first use; every read ends with a check of their identity."""
+
+    def __init__(self, *, flags: int = 0, mapped: bool = False):
+        self._flags, self._mapped = flags, mapped
+        self._lock = threading.Lock()
+        self._files: dict[str, _File] = {}
+
+    def get(self, source: FileRange) -> _File:
+        with self._lock:
+            file = self._files.get(source.path)
+            if file is None:
+                identity = Identity.of(source.path)
+                file = _File(identity, os.open(source.path, os.O_RDONLY | self._flags))
+                if self._mapped and identity.nbytes:
+                    file.mapping = mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_READ)
+                self._files[source.path] = file
+        if source.offset + source.nbytes > file.identity.nbytes:
+            raise ReadError(
+                f"{source.path} has {file.identity.nbytes} bytes, expected at least "
+                f"{source.offset + source.nbytes}: the file is truncated, fetch it again"
+            )
+        return file
+
+    def check(self, source: FileRange, file: _File) -> None:
+        """Raises ReadError when the file at the path is no longer the one that is open."""
+        try:
+            found = Identity.of(source.path)
+        except FileNotFoundError:
+            raise ReadError(f"{source.path} was removed while it was being read") from None
+        if found != file.identity:
+            raise ReadError(
+                f"{source.path} changed while it was being read (size, time or inode: "
+                f"{tuple(file.identity)} before, {tuple(found)} now): load the model again"
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._files.values():
+                if file.mapping is not None:
+                    file.mapping.close()
+                os.close(file.descriptor)
+            self._files.clear()
+
+
+class PreadReader:
+    """Reads with `preadv` straight into the buffer."""
+
+    def __init__(self, preadv: Callable[[int, Sequence[Any], int], int] = os.preadv):
+        self._files, self._preadv = _Files(), preadv
+
+    def read(self, source: FileRange, out: np.ndarray) -> int:
+        file = self._files.get(source)
+        _read_fully(self._preadv, file.descriptor, source, memoryview(out))
+        self._files.check(source, file)
+        return source.nbytes
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class MmapReader:
+    """Copies out of a memory map; shows what the page cache and page faults cost."""
+
+    def __init__(self) -> None:
+        self._files = _Files(mapped=True)
+
+    def read(self, source: FileRange, out: np.ndarray) -> int:
+        file = self._files.get(source)
+        # Touching a page beyond the end of a file that shrank would kill the process.
+        self._files.check(source, file)
+        if source.nbytes:
+            assert file.mapping is not None
+            out[:] = np.frombuffer(file.mapping, np.uint8, source.nbytes, source.offset)
+        self._files.check(source, file)
+        return source.nbytes
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class DirectReader:
+    """Reads past the page cache. Needs a file system with O_DIRECT.
+
+    Ranges whose offset, size and buffer are page-aligned go straight into the buffer; others are
+    read as the whole pages around them and copied.
+    """
+
+    def __init__(self, preadv: Callable[[int, Sequence[Any], int], int] = os.preadv):
+        self._files, self._preadv = _Files(flags=getattr(os, "O_DIRECT", 0)), preadv
+        self._local = threading.local()
+
+    def read(self, source: FileRange, out: np.ndarray) -> int:
+        file = self._files.get(source)
+        if not (source.offset | source.nbytes | out.ctypes.data) % PAGE_BYTES:
+            _read_fully(self._preadv, file.descriptor, source, memoryview(out))
+            asked = source.nbytes
+        else:
+            asked = self._through_bounce(file.descriptor, source, out)
+        self._files.check(source, file)
+        return asked
+
+    def _through_bounce(self, descriptor: int, source: FileRange, out: np.ndarray) -> int:
+        if not hasattr(self._local, "bounce"):
+            self._local.bounce = allocate(_BOUNCE_BYTES)
+        bounce: np.ndarray = self._local.bounce
+        done = asked = 0
+        while done < source.nbytes:
+            position = source.offset + done
+            begin = position - position % PAGE_BYTES
+            wanted = min(page_round(source.offset + source.nbytes - begin), _BOUNCE_BYTES)
+            got = self._preadv(descriptor, [memoryview(bounce)[:wanted]], begin)
+            asked += wanted
+            useful = min(begin + got - position, source.nbytes - done)
+            if useful <= 0:
+                raise _short(source, done)
+            skip = position - begin
+            out[done : done + useful] = bounce[skip : skip + useful]
+            done += useful
+        return asked
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def _read_fully(
+    preadv: Callable[[int, Sequence[Any], int], int],
+    descriptor: int,
+    source: FileRange,
+    out: memoryview,
+) -> None:
+    done = 0
+    while done < source.nbytes:
+        got = preadv(descriptor, [out[done:]], source.offset + done)
+        if got <= 0:
+            raise _short(source, done)
+        done += got
+
+
+def _short(source: FileRange, done: int) -> ReadError:
+    return ReadError(
+        f"{source.path} gave {done} of {source.nbytes} bytes at offset {source.offset}: the file "
+        "is truncated or its disk is failing"
+    )
+
+
+READERS: dict[ReaderKind, Callable[[], Reader]] = {
+    "preadv": PreadReader,
+    "mmap": MmapReader,
+    "direct": DirectReader,
+}
+
+
+def open_reader(kind: ReaderKind) -> Reader:
+    """A reader by name; ValueError for another name."""
+    if kind not in READERS:
+        raise ValueError(f"reader is {kind!r}, expected one of {', '.join(READERS)}")
+    return READERS[kind]()
+
+
+class _Slot(NamedTuple):
+    block: np.ndarray
+    generation: list[int]  # counts the uses; a request remembers which use was its own
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A unit's items on their way from the files to a slot.
+
+    waiting_for   the item that was read last
+    """
+
+    layer: int
+    items: tuple[int, ...]
+    slot: _Slot | None = None
+    generation: int = 0
+    tasks_left: int = 0
+    filled: bool = False
+    dropped: bool = False
+    began_s: float = 0.0
+    waiting_for: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    request: Request
+    item: int
+    component: str
+    source: FileRange
+    out: np.ndarray
+
+
+class DiskRing:
+    """Host slots that threads fill from files in the order in which units will be computed.
+
+    rows     most items of a unit
+    slots    window + 1 keep the disk busy while the units before are copied and computed
+    locate   where the bytes of an item's components are in files
+    poison   overwrites a slot when it is given back, so that reading it too late shows
+    slow_bytes_per_s  fills below this rate are counted and the first one is logged
+
+    Raises MemoryError when the slots are refused.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        layout: SlabLayout,
+        locate: Locate,
+        *,
+        rows: int,
+        slots: int,
+        reader: Reader | ReaderKind = "preadv",
+        threads: int | None = None,
+        pinner: Pinner | None = None,
+        slow_bytes_per_s: float = 200e6,
+        poison: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+        allocate: Callable[[int], np.ndarray] = allocate,
+    ):
+        if slots < 1 or rows < 0:
+            raise ValueError(f"{slots} slots of {rows} rows, expected at least 1 slot, 0 rows")
+        self.layout, self.rows, self.slots = layout, rows, slots
+        self._locate = locate
+        self._reader = open_reader(reader) if isinstance(reader, str) else reader
+        self._threads = threads or min(16, 2 * (os.cpu_count() or 1))
+        self._pinner = pinner or Pinner(None)
+        self._slow_bytes_per_s, self._poison, self._clock = slow_bytes_per_s, poison, clock
+        nbytes = layout.block_bytes(rows)
+        region = allocate(slots * nbytes)
+        self._blocks = [region[index * nbytes : (index + 1) * nbytes] for index in range(slots)]
+        for block in self._blocks:
+            self._pinner.pin_soon(block.ctypes.data, block.nbytes)
+        self._free = collections.deque(_Slot(block, [0]) for block in self._blocks)
+        self._queue: collections.deque[Request] = collections.deque()
+        self._tasks: collections.deque[_Task] = collections.deque()
+        self._workers: list[threading.Thread] = []
+        self._running, self._closed = 0, False
+        self._monitor: Monitor | None = None
+        self._trace = Trace()
+        self.needed_bytes = self.asked_bytes = self.slow_fills = 0
+
+    def attach(self, monitor: Monitor, trace: Trace) -> None:
+        """Makes the ring part of one streamer; RuntimeError when it is part of another."""
+        if self._monitor is not None:
+            raise RuntimeError("this ring serves another streamer: give each one its own")
+        self._monitor, self._trace = monitor, trace
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of all slots."""
+        return sum(block.nbytes for block in self._blocks)
+
+    @property
+    def registered_bytes(self) -> int:
+        """Page-locked bytes."""
+        return sum(
+            block.nbytes
+            for block in self._blocks
+            if block.nbytes and self._pinner.is_pinned(block.ctypes.data)
+        )
+
+    def is_pinned(self, request: Request) -> bool:
+        """Whether the slot of a filled request is page-locked."""
+        assert request.slot is not None
+        return self._pinner.is_pinned(request.slot.block.ctypes.data)
+
+    def request(self, layer: int, items: tuple[int, ...]) -> Request:
+        """Queues a unit (call with the monitor's lock held); filled as soon as a slot is free."""
+        if len(items) > self.rows:
+            raise ValueError(f"a unit of {len(items)} items, the slots hold {self.rows}")
+        request = Request(layer, items)
+        if not self._workers:
+            self._start()
+        self._queue.append(request)
+        self._schedule()
+        return request
+
+    def pieces(self, request: Request) -> tuple[HostPiece, ...]:
+        """The host arrays of a filled request; valid until `release`."""
+        self._check(request)
+        assert request.slot is not None
+        count = len(request.items)
+        if not count:
+            return ()
+        return (HostPiece(0, self.layout.carve(request.slot.block, count)),)
+
+    def release(self, request: Request) -> None:
+        """Gives the slot back: the device has the data. Call with the monitor's lock held."""
+        if not request.dropped:
+            self._check(request)
+            self._give_back(request)
+
+    def drop(self, request: Request) -> None:
+        """Gives up a request that nothing copies from; call with the monitor's lock held.
+
+        A slot that threads still write to returns when they are done.
+        """
+        if request in self._queue:
+            self._queue.remove(request)
+        unread = [task for task in self._tasks if task.request is request]
+        for task in unread:
+            self._tasks.remove(task)
+        request.tasks_left -= len(unread)
+        self._drop(request)
+
+    def idle(self) -> bool:
+        """Whether all slots are free; call with the lock held."""
+        return len(self._free) == self.slots and not self._running
+
+    def describe(self) -> str:
+        """State of the slots in one line; call with the lock held."""
+        return (
+            f"disk: {len(self._free)} of {self.slots} slots free, {len(self._queue)} units wait "
+            f"for a slot, {self._running} reads running, {len(self._tasks)} reads queued"
+        )
+
+    def close(self) -> None:
+        """Ends the threads, closes the files and unlocks the memory; no copy may be under way."""
+        self._closed = True
+        if self._monitor is not None:
+            with self._monitor.changed:
+                self._tasks.clear()
+                self._monitor.changed.notify_all()
+        for worker in self._workers:
+            worker.join()
+        self._workers.clear()
+        self._reader.close()
+        self._pinner.close()
+        self._free.clear()
+        self._blocks = []
+
+    def _start(self) -> None:
+        for index in range(self._threads):
+            worker = threading.Thread(target=self._work, name=f"stream-read-{index}", daemon=True)
+            self._workers.append(worker)
+            worker.start()
+
+    def _schedule(self) -> None:
+        """Gives free slots to waiting requests, in order. The lock is held."""
+        assert self._monitor is not None
+        while self._queue and self._free:
+            request = self._queue.popleft()
+            request.slot = self._free.popleft()
+            request.slot.generation[0] += 1
+            request.generation = request.slot.generation[0]
+            request.began_s = self._clock()
+            try:
+                tasks = self._split(request)
+            except Exception as error:
+                # Raised where the unit is asked for, like every other failure of a read.
+                request.slot, slot = None, request.slot
+                request.dropped = True
+                self._free.append(slot)
+                self._report(request, error)
+                return
+            request.tasks_left, request.filled = len(tasks), not tasks
+            self._tasks.extend(tasks)
+            self._monitor.progressed()
+
+    def _split(self, request: Request) -> list[_Task]:
+        assert request.slot is not None
+        tasks = []
+        views = self.layout.carve(request.slot.block, len(request.items))
+        for component, view in zip(self.layout.components, views, strict=True):
+            for row, item in enumerate(request.items):
+                out = view[row].reshape(-1).view(np.uint8)
+                done = 0
+                for source in self._locate(request.layer, item, component.name):
+                    for start in range(0, source.nbytes, _TASK_BYTES):
+                        nbytes = min(_TASK_BYTES, source.nbytes - start)
+                        part = FileRange(source.path, source.offset + start, nbytes)
+                        target = out[done + start : done + start + nbytes]
+                        tasks.append(_Task(request, item, component.name, part, target))
+                    done += source.nbytes
+                if done != component.nbytes:
+                    raise ReadError(
+                        f"{component.name} of item {item}, layer {request.layer} has {done} bytes "
+                        f"in files, expected {component.nbytes}"
+                    )
+        return tasks
+
+    def _work(self) -> None:
+        assert self._monitor is not None
+        changed = self._monitor.changed
+        while True:
+            with changed:
+                changed.wait_for(lambda: self._tasks or self._closed)
+                if self._closed:
+                    return
+                task = self._tasks.popleft()
+                self._running += 1
+            began, asked = self._clock(), 0
+            failure: BaseException | None = None
+            try:
+                if not self._monitor.stopped:
+                    asked = self._reader.read(task.source, task.out)
+                    if len(task.out) != task.source.nbytes:
+                        raise ReadError(f"{task.source} does not fit its buffer")
+            except BaseException as error:  # a thread that ended silently would leave a hang
+                failure = error
+            with changed:
+                self._running -= 1
+                self._done(task, began, asked, failure)
+
+    def _done(self, task: _Task, began: float, asked: int, failure: BaseException | None) -> None:
+        """Accounts for a finished task. The lock is held."""
+        assert self._monitor is not None
+        request, ended = task.request, self._clock()
+        request.tasks_left -= 1
+        if failure is not None:
+            request.dropped = True
+            self._report(request, failure, task)
+        elif not request.dropped and not self._monitor.stopped:
+            self.needed_bytes += task.source.nbytes
+            self.asked_bytes += asked
+            request.waiting_for = task.item
+            arguments = {"layer": request.layer, "item": task.item, "bytes": task.source.nbytes}
+            self._trace.add(Span("disk", f"read L{request.layer}", began, ended, arguments))
+            if request.tasks_left == 0:
+                request.filled = True
+                self._watch_speed(request, ended - request.began_s)
+        if request.dropped:
+            self._drop(request)
+        self._monitor.progressed()
+
+    def _report(self, request: Request, error: BaseException, task: _Task | None = None) -> None:
+        """Stores a failure. The lock is held, so the monitor's own method cannot be used."""
+        assert self._monitor is not None
+        where = f"layer {request.layer}"
+        if task is not None:
+            where = f"{task.component} of item {task.item}, layer {request.layer}"
+        failure = ReadError(f"reading {where} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        self._monitor.fail_locked(failure)
+
+    def _watch_speed(self, request: Request, seconds: float) -> None:
+        nbytes = len(request.items) * self.layout.item_bytes
+        if seconds > 0 and nbytes / seconds < self._slow_bytes_per_s:
+            self.slow_fills += 1
+            if self.slow_fills == 1:
+                log.warning(
+                    "disk: layer %d came at %.0f MB/s, expected at least %.0f: the disk or another "
+                    "user of it slows this run down",
+                    request.layer,
+                    nbytes / seconds / 1e6,
+                    self._slow_bytes_per_s / 1e6,
+                )
+
+    def _drop(self, request: Request) -> None:
+        request.dropped = True
+        if request.tasks_left == 0 and request.slot is not None:
+            self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
+        slot, request.slot = request.slot, None
+        assert slot is not None
+        request.dropped, request.filled = True, False
+        if self._poison:
+            slot.block[:] = 0xA5
+        self._free.append(slot)
+        self._schedule()
+
+    def _check(self, request: Request) -> None:
+        slot = request.slot
+        if slot is None or not request.filled or slot.generation[0] != request.generation:
+            raise RuntimeError(
+                f"the host slot of layer {request.layer}, items {request.items[:4]}..., was given "
+                "back or never filled"
+            )

@@ -1,0 +1,211 @@
+"""Items in host memory, laid out so that what streams together lies together.
+
+Per NUMA placement there is one anonymous region. A layer's block is page-aligned in it and keeps
+the layer's items in the order that the caller gives, component by component: a run of consecutive
+items is one contiguous range per component, which the device copies without any gathering.
+"""
+
+import collections
+import concurrent.futures
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from streaming import numa
+from streaming.errors import StreamError
+from streaming.pinned import Pinner
+from streaming.slab import SlabLayout, runs
+
+log = logging.getLogger(__name__)
+
+# fill(layer, item, component name, buffer [*shape]) writes the whole buffer; runs on many threads.
+Fill = Callable[[int, int, str, np.ndarray], None]
+
+
+class HostPiece(NamedTuple):
+    """Consecutive rows of a slab, as host arrays [n, *shape] in component order."""
+
+    row: int
+    arrays: tuple[np.ndarray, ...]
+
+
+def allocate(nbytes: int) -> np.ndarray:
+    """Page-aligned anonymous memory, uint8 [nbytes], zero until written.
+
+    Raises MemoryError when the system refuses it.
+    """
+    try:
+        region = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise MemoryError(
+            f"{nbytes} bytes of host memory were refused ({error}): keep more items on the device, "
+            "or stream from disk"
+        ) from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            # Fewer page faults while filling and fewer pages to lock.
+            region.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            log.debug("store: the system has no transparent huge pages")
+    # The array keeps the mapping alive, and with the last view of it the mapping goes.
+    return np.frombuffer(region, np.uint8)[:nbytes]
+
+
+class HostStore:
+    """The streamed items of all layers in host memory.
+
+    order        items of each layer in store order; () for layers that are not in the store. Give
+                 items that are copied together consecutive places (see `residency.split_owners`).
+    policy       NUMA placement, see `numa.place`
+    device_node  the node that the device is attached to, None if unknown
+    Raises MemoryError when the memory is refused, ValueError when placement is impossible.
+    """
+
+    name = "ram"
+
+    def __init__(
+        self,
+        layout: SlabLayout,
+        order: Sequence[Sequence[int]],
+        *,
+        policy: numa.Policy = "auto",
+        topology: numa.Topology | None = None,
+        device_node: int | None = None,
+        pinner: Pinner | None = None,
+        allocate: Callable[[int], np.ndarray] = allocate,
+        bind: Callable[[int, int, Sequence[int]], bool] = numa.bind,
+    ):
+        if len(order) != layout.layers:
+            raise ValueError(f"order names {len(order)} layers, expected {layout.layers}")
+        self.layout = layout
+        self.order = tuple(layout.check_items(layer, items) for layer, items in enumerate(order))
+        self._rows = [{item: row for row, item in enumerate(items)} for items in self.order]
+        self._pinner = pinner or Pinner(None)
+        sizes = [layout.block_bytes(len(items)) for items in self.order]
+        topology = numa.read_topology() if topology is None else topology
+        self.nodes = numa.place(sizes, topology, policy, device_node)
+        groups: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
+        for layer, nodes in enumerate(self.nodes):
+            groups[nodes].append(layer)
+        self._blocks: list[np.ndarray] = [np.empty(0, np.uint8)] * layout.layers
+        for nodes, layers in groups.items():
+            region = allocate(sum(sizes[layer] for layer in layers))
+            if nodes and region.nbytes:
+                bind(region.ctypes.data, region.nbytes, nodes)
+            offset = 0
+            for layer in layers:
+                self._blocks[layer] = region[offset : offset + sizes[layer]]
+                offset += sizes[layer]
+        self._views = [
+            layout.carve(block, len(items))
+            for block, items in zip(self._blocks, self.order, strict=True)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held, page padding included."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def holds(self, layer: int) -> bool:
+        """Whether the items of a layer come from this store."""
+        return bool(self.order[layer])
+
+    def fill(
+        self,
+        fill: Fill,
+        *,
+        threads: int | None = None,
+        on_layer: Callable[[int], None] = lambda layer: None,
+    ) -> None:
+        """Fills the store layer by layer from many threads and page-locks each finished layer.
+
+        on_layer  called on this thread after each layer
+        Raises StreamError naming the item when a call of `fill` raises.
+        """
+        workers = threads or min(16, 2 * (os.cpu_count() or 1))
+        names = [component.name for component in self.layout.components]
+        stop = threading.Event()
+
+        def fill_item(layer: int, row: int, item: int) -> None:
+            for name, view in zip(names, self._views[layer], strict=True):
+                if stop.is_set():
+                    return
+                try:
+                    fill(layer, item, name, view[row])
+                except Exception as error:
+                    stop.set()
+                    raise StreamError(
+                        f"loading {name} of item {item}, layer {layer} failed: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
+
+        with concurrent.futures.ThreadPoolExecutor(workers, "stream-fill") as pool:
+            # Two layers at a time keep all threads busy across the border between them.
+            pending: collections.deque[tuple[int, list[concurrent.futures.Future[None]]]]
+            pending = collections.deque()
+            for layer, items in enumerate(self.order):
+                jobs = [pool.submit(fill_item, layer, *pair) for pair in enumerate(items)]
+                pending.append((layer, jobs))
+                if len(pending) == 2:
+                    self._finish(*pending.popleft(), on_layer)
+            while pending:
+                self._finish(*pending.popleft(), on_layer)
+
+    def _finish(
+        self,
+        layer: int,
+        jobs: list[concurrent.futures.Future[None]],
+        on_layer: Callable[[int], None],
+    ) -> None:
+        for job in jobs:
+            job.result()
+        for view in self._views[layer]:
+            # From here on a copy may read it at any time.
+            view.flags.writeable = False
+        block = self._blocks[layer]
+        self._pinner.pin_soon(block.ctypes.data, block.nbytes)
+        on_layer(layer)
+
+    def is_pinned(self, layer: int) -> bool:
+        """Whether a layer's block is page-locked by now."""
+        return self._pinner.is_pinned(self._blocks[layer].ctypes.data)
+
+    @property
+    def registered_bytes(self) -> int:
+        """Page-locked bytes."""
+        return sum(
+            block.nbytes
+            for layer, block in enumerate(self._blocks)
+            if block.nbytes and self.is_pinned(layer)
+        )
+
+    def arrange(self, layer: int, items: Sequence[int]) -> tuple[int, ...]:
+        """`items` in store order; ValueError for items that the store does not hold."""
+        rows = self._rows[layer]
+        missing = sorted(item for item in items if item not in rows)
+        if missing:
+            raise ValueError(
+                f"the host store has no items {missing} of layer {layer}: it holds {len(rows)}"
+            )
+        return tuple(sorted(items, key=rows.__getitem__))
+
+    def pieces(self, layer: int, items: Sequence[int]) -> tuple[HostPiece, ...]:
+        """Views of `items` (in store order) as the fewest contiguous pieces."""
+        rows = self._rows[layer]
+        found, row = [], 0
+        for first, length in runs([rows[item] for item in items]):
+            arrays = tuple(view[first : first + length] for view in self._views[layer])
+            found.append(HostPiece(row, arrays))
+            row += length
+        return tuple(found)
+
+    def close(self) -> None:
+        """Unlocks the memory and lets go of it; no copy may be under way."""
+        self._pinner.close()
+        self._blocks = [np.empty(0, np.uint8)] * self.layout.layers
+        self._views = [()] * self.layout.layers
