@@ -145,10 +145,10 @@ class _Job:
     def _provenance(self, piece: str) -> dict[str, list[int]]:
         if piece == "resident":
             return self.source.provenance(self.resident)
-        prefix = f"layers.{self.layers[piece]}.ffn.experts."
-        return self.source.provenance(
-            name for name in self.source.infos() if name.startswith(prefix)
-        )
+        weights = keys.expert_tensors(self.source.config, self.layers[piece])
+        names = [*weights, *(keys.scale_name(name) for name in weights)]
+        infos = self.source.infos()
+        return self.source.provenance(name for name in names if name in infos)
 
     def run(self, on_progress: Progress) -> None:
         """Writes what is missing, then the index."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ds4jax.checkpoint import keys
-from ds4jax.checkpoint.source import TensorInfo, TensorSource
+from ds4jax.checkpoint.source import TensorInfo, TensorSource, config_text
 from ds4jax.config import ModelConfig
 
 WORDS_PER_STEP = 1 << 16  # words hashed at once: the temporaries stay in the cache of a core
@@ -67,6 +67,9 @@ class SyntheticSource(TensorSource):
 
     def infos(self) -> Mapping[str, TensorInfo]:
         return self._infos
+
+    def config_text(self) -> str:
+        return config_text(self.config, self.experts)
 
     def provenance(self, names: Iterable[str]) -> dict[str, list[int]]:
         return {"synthetic": [self.seed]}

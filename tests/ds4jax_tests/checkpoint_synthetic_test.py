@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import hashlib
+import json
 import pathlib
 import tracemalloc
 
@@ -163,6 +164,12 @@ def test_scales_vary_inside_a_tensor():
     source = SyntheticSource(FLASH, 0)
     assert len(np.unique(source.read("layers.0.attn.wq_a.scale").view(np.uint8))) == 2
     assert len(np.unique(source.read("layers.0.ffn.experts.0.w1.scale").view(np.uint8))) == 4
+
+
+def test_config_text_says_how_experts_are_stored():
+    for experts in ("fp4", "fp8"):
+        text = SyntheticSource(TINY, 0, experts=experts).config_text()
+        assert json.loads(text)["expert_dtype"] == experts
 
 
 def test_provenance_names_the_seed():
