@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -93,19 +94,16 @@ def finish(
     return half.finish(streams, routing, slots, numerics)
 
 
-jit_attend = jax.jit(attend, static_argnames="numerics")
-jit_route = jax.jit(route, static_argnames="numerics")
-jit_finish = jax.jit(finish, static_argnames="numerics")
+JITS = {part: jax.jit(part, static_argnames="numerics") for part in (attend, route, finish)}
 
 
-def fresh_jits() -> tuple[Callable[..., Any], ...]:
-    """The three jits above with nothing compiled: a jit remembers by function."""
-    # Little optimisation: these run once, compiling is what takes the time.
-    quick = {"xla_backend_optimization_level": 1}
-    return (
-        jax.jit(lambda *args: attend(*args), static_argnums=4, compiler_options=quick),
-        jax.jit(lambda *args: route(*args), static_argnums=3, compiler_options=quick),
-        jax.jit(lambda *args: finish(*args), static_argnums=4, compiler_options=quick),
+def fresh_jit(part: Callable[..., Any]) -> Callable[..., Any]:
+    """A jit of `part` with nothing compiled: jits of one function share what they compiled."""
+    # No optimisation: it runs once or twice, compiling is what takes the time.
+    return jax.jit(
+        lambda *args: part(*args),
+        static_argnums=len(inspect.signature(part).parameters) - 1,
+        compiler_options={"xla_backend_optimization_level": 0},
     )
 
 
@@ -124,15 +122,16 @@ def forward(
     inputs: np.ndarray | None = None,
     layers: Sequence[int] | None = None,
     capacity: int = 1024,
-    fresh: bool = False,
+    fresh: Sequence[str] = (),
 ) -> Trace:
     """Runs `tokens` in chunks of the given lengths, each padded to `rows` rows.
 
     With inputs [L, T, S, D] every layer of `layers` runs alone, from its own input streams.
-    `fresh` traces the layers again, so that functions patched by a test take effect.
+    fresh names the parts (attend, route, finish) that are traced again, so that functions patched
+    by a test take effect.
     """
     run_attend, run_route, run_finish = (
-        fresh_jits() if fresh else (jit_attend, jit_route, jit_finish)
+        fresh_jit(part) if part.__name__ in fresh else JITS[part] for part in JITS
     )
     assert sum(chunks) == len(tokens)
     transformer, config = loaded.transformer, loaded.config
@@ -233,16 +232,19 @@ class SingleLayers:
         chunks: Sequence[int] = (128, 6),
         **options: Any,
     ) -> Trace:
-        inputs = as_float(self.case.expected["streams_in_bf16_bits"])[list(layers)]
         return forward(
             loaded or self.case.loaded,
             self.case.tokens,
             chunks,
             numerics,
-            inputs=inputs,
+            inputs=self.inputs(layers),
             layers=list(layers),
             **options,
         )
+
+    def inputs(self, layers: Sequence[int]) -> np.ndarray:
+        """Input streams of the layers, float32 [layer, T, S, D]."""
+        return as_float(self.case.expected["streams_in_bf16_bits"])[list(layers)]
 
     def distances(self, trace: Trace, name: str, layers: Sequence[int] = range(4)) -> np.ndarray:
         """Relative L2 to the array `name` over the streams of a position: [layer, position]."""
