@@ -21,7 +21,7 @@ from sharding.residency import RangeTable, ring_units
 INFINITE = 1 << 60  # two of them still fit in 64 bits
 MAX_STATES = 1 << 14  # sets of devices: 14 devices of which no two are alike
 RUNNERS_UP = 2  # other corners that are searched for; each costs time
-MAX_LABELS = 200_000  # labels kept while ties are counted under a limited host link
+MAX_LABELS = 20_000  # labels kept while ties are counted under a limited host link
 
 Step = tuple[int, int, int, int]
 Path = tuple[Step, ...]
@@ -118,8 +118,10 @@ class _Kind:
         owner: int,
         peer: int,
         tables: list[RangeTable],
+        rivals: list[RangeTable],
         missing: bool,
     ) -> None:
+        """The best of `tables`, one per ring unit, where none of `rivals` beats them."""
         self.owner, self.peer = owner, peer
         uses = [owner] if peer < 0 else [owner, peer]
         self.offset = sum(space.strides[i] for i in uses)
@@ -133,12 +135,13 @@ class _Kind:
             (
                 np.maximum(table.need - memory, 0)
                 if missing
-                else np.where(table.feasible, table.local_ns, INFINITE),
+                else np.where(_beaten(table, rivals), INFINITE, table.local_ns),
                 table.host_bytes,
             )
             for table in tables
         ]
-        chosen = np.zeros(len(tables[0].begin), np.int64)
+        ranges = np.arange(len(tables[0].begin))
+        chosen = np.zeros_like(ranges)
         best_time, best_bytes = ranks[0]
         for at, (time, nbytes) in enumerate(ranks[1:], start=1):
             better = (time < best_time) | ((time == best_time) & (nbytes < best_bytes))
@@ -148,7 +151,7 @@ class _Kind:
 
         def grid(values: Iterable[np.ndarray], fill: int = 0) -> np.ndarray:
             full = np.full((size, size), fill, np.int64)
-            full[tables[0].begin, tables[0].end] = np.choose(chosen, list(values))
+            full[tables[0].begin, tables[0].end] = np.stack(list(values))[chosen, ranges]
             return full
 
         self.time = grid((time for time, _ in ranks), INFINITE)
@@ -173,6 +176,24 @@ class _Kind:
         return tuple(int(grid[begin, end]) for grid in self.limited)
 
 
+def _beaten(table: RangeTable, rivals: list[RangeTable]) -> np.ndarray:
+    """Where a range does not fit, or a rival is at least as good in time and bytes of each host.
+
+    Of equal ones the larger ring unit stays.
+    """
+    beaten = ~table.feasible
+    for rival in rivals:
+        if rival.unit == table.unit:
+            continue
+        no_worse = rival.feasible.copy()
+        better = np.zeros_like(no_worse) | (rival.unit > table.unit)
+        for name in ("local_ns", "own_host_bytes", "peer_host_bytes"):
+            no_worse &= getattr(rival, name) <= getattr(table, name)
+            better |= getattr(rival, name) < getattr(table, name)
+        beaten |= no_worse & better
+    return beaten
+
+
 def _make_kinds(
     space: Space, problem: Problem, schedule: Schedule, missing: bool
 ) -> Iterator[_Kind]:
@@ -189,8 +210,11 @@ def _make_kinds(
                 for unit in ring_units(problem)
             ]
             # Where a host's link is limited, fewer bytes may be worth a slower stage.
-            for group in [[table] for table in tables] if limited else [tables]:
-                yield _Kind(space, problem, owner, peer, group, missing)
+            if limited and not missing:
+                for table in tables:
+                    yield _Kind(space, problem, owner, peer, [table], tables, missing)
+            else:
+                yield _Kind(space, problem, owner, peer, tables, [], missing)
 
 
 class Search:
