@@ -222,10 +222,13 @@ def _rope_scaling(value: Any, where: str) -> RopeScaling:
     return RopeScaling(**{name: value[name] for name in names})
 
 
+_MAY_BE_ZERO = ("num_hash_layers", "num_nextn_predict_layers")
+
+
 def _check_number(field: dataclasses.Field, value: Any, where: str) -> None:
     if field.type in (int, float):
         number = isinstance(value, (int,) if field.type is int else (int, float))
-        minimum_zero = field.name.endswith(("_id", "_layers")) or field.name == "sliding_window"
+        minimum_zero = field.name.endswith("_id") or field.name in _MAY_BE_ZERO
         if isinstance(value, bool) or not number or (value < 0 if minimum_zero else value <= 0):
             raise ConfigError(
                 f"{where}: {field.name} is {value!r}, expected a positive {field.type.__name__}"

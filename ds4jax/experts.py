@@ -1,0 +1,347 @@
+"""Where the routed experts are while a model runs, and how they reach the device.
+
+Some experts of every layer stay on the device (`residency`), the others are streamed ahead of the
+layer that needs them, from host memory or from the checkpoint's files. `ExpertPool` holds both and
+gives every step of a run the slabs that its programs take.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+import streaming
+from ds4jax.admission import PlanError
+from ds4jax.checkpoint import keys
+from ds4jax.checkpoint import load as loading
+from ds4jax.checkpoint.source import TensorSource
+from ds4jax.config import ModelConfig
+from pallas_kernels.routed_experts import ExpertSlab
+
+log = logging.getLogger(__name__)
+
+# The slabs of a layer and where its experts are in them, see `routed_experts.expert_slots`.
+LayerSlabs = tuple[tuple[ExpertSlab, ...], jax.Array]
+
+_MATRICES = {"gate_up": ("w1", "w3"), "down": ("w2",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertPlan:
+    """How the experts of a run are kept.
+
+    residency   experts of every layer that stay on the device
+    tier        where the others are: "ram" or "disk"
+    window      units that are copied ahead; None takes the tier's default
+    slab_bytes  device memory for slabs on their way; None for as much as the window takes
+    """
+
+    residency: streaming.Residency
+    tier: str = "ram"
+    window: int | None = None
+    slab_bytes: int | None = None
+
+    @property
+    def resolved_window(self) -> int:
+        """Units copied ahead: `window`, or what suits the tier."""
+        return default_window(self.tier) if self.window is None else self.window
+
+    @property
+    def streams(self) -> bool:
+        """Whether any expert is streamed."""
+        return any(self.residency.streamed)
+
+
+def default_window(tier: str) -> int:
+    """Units copied ahead unless told otherwise; the jitter of a disk needs one more."""
+    return streaming.streamer.RAM_WINDOW if tier == "ram" else streaming.streamer.DISK_WINDOW
+
+
+def slab_layout(source: TensorSource) -> streaming.SlabLayout:
+    """The routed experts of a checkpoint as items; components are the fields of `ExpertSlab`."""
+    slab = loading.empty_expert_slab(source.config, keys.expert_format(source), 1)
+    return streaming.SlabLayout(
+        source.config.num_hidden_layers,
+        source.config.n_routed_experts,
+        tuple(
+            streaming.Component(name, np.asarray(array).shape[1:], np.asarray(array).dtype)
+            for name, array in _fields(slab)
+        ),
+    )
+
+
+def _fields(slab: ExpertSlab) -> list[tuple[str, jax.Array]]:
+    names = ("gate_up", "gate_up_scale", "down", "down_scale")
+    return [(name, getattr(slab, name)) for name in names if getattr(slab, name) is not None]
+
+
+def tensor_names(layer: int, expert: int, component: str) -> list[str]:
+    """Published names of the tensors that make up a component, in their order in it."""
+    field, part = component.removesuffix("_scale"), "weight"
+    if component.endswith("_scale"):
+        part = "scale"
+    prefix = keys.expert_prefix(layer, expert)
+    return [f"{prefix}{matrix}.{part}" for matrix in _MATRICES[field]]
+
+
+def store_filler(source: TensorSource) -> Callable[[int, int, str, np.ndarray], None]:
+    """Reads a component of an expert, as `streaming.HostStore.fill` wants it."""
+
+    def fill(layer: int, item: int, component: str, buffer: np.ndarray) -> None:
+        names = tensor_names(layer, item, component)
+        parts = np.split(buffer, len(names))
+        for name, part in zip(names, parts, strict=True):
+            data = part.reshape(-1).view(np.uint8)
+            source.read_into(name, data)
+            if component.endswith("_scale"):
+                loading.require_numbers(name, part)
+
+    return fill
+
+
+def file_locator(
+    source: TensorSource,
+) -> Callable[[int, int, str], list[streaming.FileRange]]:
+    """Where a component of an expert is in files, as `streaming.DiskRing` wants it.
+
+    Raises PlanError for a source without files.
+    """
+    extent = getattr(source, "extent", None)
+    if extent is None:
+        raise PlanError(
+            "config.streaming.tier is 'disk', but this checkpoint has no files: expected a "
+            "checkpoint folder, or config.streaming.tier='ram'"
+        )
+
+    def locate(layer: int, item: int, component: str) -> list[streaming.FileRange]:
+        places = [extent(name) for name in tensor_names(layer, item, component)]
+        return [streaming.FileRange(place.path, place.offset, place.nbytes) for place in places]
+
+    return locate
+
+
+class ExpertPool:
+    """The routed experts of a loaded model.
+
+    Between `start` and `finish` the steps of a run are visited in order: `issue_ahead` before
+    anything of a step is dispatched, `take` for each of its `waves`, `computed` when the last
+    program that uses a wave has been dispatched. A pool without streamed experts has no waves.
+
+    on_bytes  is told the bytes of experts that have been loaded so far
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        plan: ExpertPlan,
+        device: jax.Device,
+        *,
+        numa: streaming.numa.Policy = "auto",
+        on_bytes: Callable[[int], None] = lambda done: None,
+    ):
+        self.plan, self.device = plan, device
+        self.layout = slab_layout(source)
+        self._format = keys.expert_format(source)
+        self._loaded_bytes = 0
+        self._on_bytes = on_bytes
+        self.resident = [
+            self._load_resident(source, layer, chosen)
+            for layer, chosen in enumerate(plan.residency.resident)
+        ]
+        self.streamer: streaming.Streamer | None = None
+        self.store: streaming.HostStore | None = None
+        self.pinner: streaming.Pinner | None = None
+        if plan.streams:
+            self._open_streamer(source, numa)
+
+    def _load_resident(
+        self, source: TensorSource, layer: int, chosen: Sequence[int]
+    ) -> LayerSlabs | None:
+        if not chosen:
+            return None
+        slab = jax.device_put(loading.load_expert_slab(source, layer, chosen), self.device)
+        where = np.full(self.layout.items, -1, np.int32)
+        where[list(chosen)] = np.arange(len(chosen), dtype=np.int32)
+        self._count(len(chosen))
+        return (slab,), jax.device_put(where, self.device)
+
+    def _open_streamer(self, source: TensorSource, numa: streaming.numa.Policy) -> None:
+        streamed, ring = self.plan.residency.streamed, None
+        driver, node = _cuda(self.device)
+        self.pinner = streaming.Pinner(driver)
+        if self.plan.tier == "ram":
+            self.store = streaming.HostStore(
+                self.layout, streamed, policy=numa, device_node=node, pinner=self.pinner
+            )
+            self.store.fill(
+                store_filler(source), on_layer=lambda layer: self._count(len(streamed[layer]))
+            )
+        else:
+            window = (
+                streaming.streamer.DISK_WINDOW if self.plan.window is None else self.plan.window
+            )
+            rows = streaming.window.wave_items(
+                max(map(len, streamed)), self.layout.item_bytes, window, self.plan.slab_bytes
+            )
+            ring = streaming.DiskRing(
+                self.layout, file_locator(source), rows=rows, slots=window + 1, pinner=self.pinner
+            )
+            self._count(sum(map(len, streamed)))
+        self.streamer = streaming.Streamer(
+            self.layout,
+            streamed,
+            self.device,
+            store=self.store,
+            ring=ring,
+            window=self.plan.window,
+            budget_bytes=self.plan.slab_bytes,
+        )
+
+    def _count(self, experts: int) -> None:
+        self._loaded_bytes += experts * self.layout.item_bytes
+        self._on_bytes(self._loaded_bytes)
+
+    def start(self, steps: Sequence[streaming.Step]) -> streaming.Prediction | None:
+        """Begins a run that visits `steps`; None when nothing is streamed."""
+        return self.streamer.start(steps) if self.streamer is not None else None
+
+    def issue_ahead(self, step: int, wave: int = 0) -> None:
+        """Issues the copies that have to be under way before a step computes."""
+        if self.streamer is not None:
+            self.streamer.issue_ahead(step, wave)
+
+    def routed(self, step: int, ids: np.ndarray) -> None:
+        """Tells which experts a step of mode "routed" needs: ids of any shape, -1 for none."""
+        assert self.streamer is not None
+        self.streamer.routed(step, ids)
+
+    def waves(self, step: int) -> int:
+        """In how many slabs the streamed experts of a step come."""
+        return self.streamer.waves(step) if self.streamer is not None else 0
+
+    def take(self, step: int, wave: int) -> LayerSlabs:
+        """The slab of a wave, for programs that are dispatched next."""
+        assert self.streamer is not None
+        slab = self.streamer.take(step, wave)
+        arrays = {name: slab.arrays.get(name) for name in (*_MATRICES, *_SCALES)}
+        return (ExpertSlab(**arrays, format=self._format),), slab.where
+
+    def computed(self, step: int, wave: int, output: jax.Array, reached: jax.Array) -> None:
+        """All programs that use a wave have been dispatched; see `streaming.Streamer.computed`."""
+        assert self.streamer is not None
+        self.streamer.computed(step, output, wave, reached=reached)
+
+    def finish(self, distinct: Sequence[int]) -> streaming.Ledger | None:
+        """Ends a run; `distinct` has the distinct experts that each step used."""
+        if self.streamer is None:
+            return None
+        for step, count in enumerate(distinct):
+            self.streamer.observed(step, count)
+        return self.streamer.finish()
+
+    def abort(self) -> None:
+        """Ends a run early; afterwards the pool can be used again."""
+        if self.streamer is not None:
+            self.streamer.abort()
+
+    def close(self) -> None:
+        """Lets go of all experts."""
+        if self.streamer is not None:
+            self.streamer.close()
+        if self.store is not None:
+            self.store.close()
+        elif self.pinner is not None:
+            self.pinner.close()
+        self.resident = []
+
+
+_SCALES = tuple(f"{name}_scale" for name in _MATRICES)
+
+
+def _cuda(device: jax.Device) -> tuple[streaming.CudaDriver | None, int | None]:
+    """What page-locks memory for a device, and the NUMA node it is attached to."""
+    if device.platform not in ("gpu", "cuda"):
+        return None, None
+    try:
+        driver = streaming.CudaDriver(device.local_hardware_id or 0)
+        return driver, streaming.device_node(driver.pci_address())
+    except streaming.PinError as error:
+        log.warning(
+            "experts: host memory stays pageable (%s); copies run several times slower and do not "
+            "run beside the compute",
+            error,
+        )
+        return None, None
+
+
+def choose_residency(
+    config: ModelConfig,
+    item_bytes: int,
+    room_bytes: int,
+    *,
+    window: int,
+    slab_bytes: int | None = None,
+    per_layer: int | None = None,
+    counts: np.ndarray | None = None,
+) -> tuple[streaming.Residency, int | None]:
+    """Residents that leave room for the slabs of the window, and the bytes left for slabs.
+
+    room_bytes  device memory for experts: residents and slabs on their way
+    slab_bytes  limit of the slabs; None lets the residents leave what whole shares need, or a few
+                experts at a time if there is room for no more
+    per_layer   number of residents of every layer; None takes as many as fit
+    counts      integers [layers, experts]: how often each was used; None keeps the lowest ids
+    return      the residency and the slab budget (None when everything is resident)
+    Raises PlanError with the missing bytes when it does not fit.
+    """
+    layers, experts = config.num_hidden_layers, config.n_routed_experts
+    live = streaming.window.live_bound(window)
+
+    def needed(residents: int) -> int:
+        share = experts - residents
+        slabs = (
+            live * share * item_bytes
+            if slab_bytes is None
+            else min(slab_bytes, live * share * item_bytes)
+        )
+        return layers * residents * item_bytes + slabs
+
+    if per_layer is None:
+        fitting = [n for n in range(experts + 1) if needed(n) <= room_bytes]
+        # Without room for whole shares nothing is resident and slabs come in waves.
+        per_layer = max(fitting, default=0)
+    residency = streaming.even(layers, experts, per_layer, counts)
+    if per_layer == experts:
+        if needed(experts) > room_bytes:
+            raise _no_room(needed(experts), room_bytes, "all experts on the device")
+        return residency, None
+    left = room_bytes - layers * per_layer * item_bytes
+    budget = left if slab_bytes is None else slab_bytes
+    smallest = live * item_bytes
+    if budget > left or left < smallest or budget < smallest:
+        short = max(smallest, slab_bytes or 0) + layers * per_layer * item_bytes
+        raise _no_room(short, room_bytes, f"{per_layer} resident experts per layer and their slabs")
+    return residency, min(budget, live * (experts - per_layer) * item_bytes)
+
+
+def _no_room(needed: int, room: int, what: str) -> PlanError:
+    return PlanError(
+        f"{what} need {needed} bytes, {room} are left for experts, {needed - room} are missing: "
+        "lower config.streaming.resident_fraction (or resident_bytes), config.streaming.slab_bytes "
+        "or config.prefill.chunk_tokens"
+    )
+
+
+def all_resident(config: ModelConfig) -> ExpertPlan:
+    """The plan that keeps everything on the device."""
+    experts = config.n_routed_experts
+    return ExpertPlan(streaming.even(config.num_hidden_layers, experts, experts))
+
+
+def absent_experts(counts: np.ndarray, available: Sequence[int]) -> list[int]:
+    """Experts with a count above 0 that are not among `available`."""
+    allowed = np.zeros(len(counts), bool)
+    allowed[list(available)] = True
+    return np.flatnonzero((counts > 0) & ~allowed).tolist()
