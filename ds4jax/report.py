@@ -202,7 +202,9 @@ def device_facts(device: jax.Device) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
+    if not (folder / ".git").exists():
+        return None  # installed as a package: a repository around it would not be ours
     try:
         found = subprocess.run(
             ["git", "-C", str(folder), "rev-parse", "HEAD"],

@@ -27,24 +27,31 @@ from pallas_kernels import routed_experts
 LayerSlabs = tuple[tuple[routed_experts.ExpertSlab, ...], jax.Array]
 
 
-@functools.partial(jax.jit, static_argnames=("streams", "numerics"))
+# Equal bits in every process: XLA on GPUs would otherwise time several forms of a matrix product
+# and keep the fastest of that day. Without timing its own Triton products have no good default, so
+# products go to the vendor library, which chooses by shape.
+_SAME_BITS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+_program = functools.partial(jax.jit, compiler_options=_SAME_BITS)
+
+
+@functools.partial(_program, static_argnames=("streams", "numerics"))
 def _embed(table: jax.Array, tokens: jax.Array, streams: int, numerics: Numerics) -> jax.Array:
     return embed_tokens(table, tokens, streams, numerics)
 
 
-@functools.partial(jax.jit, static_argnames="numerics", donate_argnames=("streams", "state"))
+@functools.partial(_program, static_argnames="numerics", donate_argnames=("streams", "state"))
 def _attend(
     block: Block, streams: jax.Array, state: LayerState, chunk: Chunk, numerics: Numerics
 ) -> tuple[jax.Array, LayerState]:
     return block.attend(streams, state, chunk, numerics)
 
 
-@functools.partial(jax.jit, static_argnames="numerics")
+@functools.partial(_program, static_argnames="numerics")
 def _route(block: Block, streams: jax.Array, chunk: Chunk, numerics: Numerics) -> Routing:
     return block.route(streams, chunk, numerics)
 
 
-@functools.partial(jax.jit, static_argnames=("limit", "quantize_input"))
+@functools.partial(_program, static_argnames=("limit", "quantize_input"))
 def _experts(
     routing: Routing,
     slabs: tuple[routed_experts.ExpertSlab, ...],
@@ -63,7 +70,7 @@ def _experts(
     )
 
 
-@functools.partial(jax.jit, static_argnames="numerics", donate_argnames="streams")
+@functools.partial(_program, static_argnames="numerics", donate_argnames="streams")
 def _finish(
     block: Block, streams: jax.Array, routing: Routing, slots: jax.Array, numerics: Numerics
 ) -> jax.Array:
@@ -74,12 +81,12 @@ def _rows_from(streams: jax.Array, start: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(streams, start, min(HEAD_ROWS, streams.shape[0]))
 
 
-@jax.jit
+@_program
 def _logits(head: Transformer, streams: jax.Array, start: jax.Array) -> jax.Array:
     return head.logits(_rows_from(streams, start))
 
 
-@functools.partial(jax.jit, static_argnames="top")
+@functools.partial(_program, static_argnames="top")
 def _logprobs(
     head: Transformer, streams: jax.Array, start: jax.Array, following: jax.Array, top: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

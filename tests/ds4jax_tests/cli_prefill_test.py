@@ -5,6 +5,8 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from ds4jax import events, testing, text
 from ds4jax.cli import prefill
 
+ROOT = pathlib.Path(__file__).parents[2]
 CHUNK = 48
 IDS = np.random.default_rng(1).integers(0, testing.BYTE_VOCAB, 130).astype(np.int32)
 
@@ -206,6 +209,26 @@ def test_interrupted_run_with_saved_state_can_be_resumed(
     np.testing.assert_array_equal(
         np.load(tmp_path / "rest" / "logits.npy"), np.load(tmp_path / "whole" / "logits.npy")
     )
+
+
+@pytest.mark.parametrize(
+    "platform",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu1)],
+)
+def test_fresh_processes_give_the_same_bits(platform, checkpoint, tokens, tmp_path):
+    environment = {**os.environ, "JAX_PLATFORMS": platform}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # each process compiles for itself
+    hashes = set()
+    for name in ("first", "second"):
+        command = [sys.executable, "-m", "ds4jax.cli.prefill", f"--checkpoint={checkpoint}"]
+        command += [f"--out_dir={tmp_path / name}", f"--tokens={tokens}"]
+        command += ["--config.prefill.chunk_tokens=64", "--config.prefill.logits=all"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["numerics"] == "bfloat16+q1+q2+q3"
+        hashes.add(found["outputs"]["logits.npy"]["sha256"])
+    assert len(hashes) == 1
 
 
 def test_profile_is_written_where_asked(checkpoint, tmp_path):
