@@ -22,7 +22,7 @@ from ds4jax.layers import (
     rope_frequencies,
     rope_table,
 )
-from ds4jax.quant import abstract_fp8, abstract_plain, dequantize
+from ds4jax.quant import abstract_array, abstract_fp8, abstract_plain, dequantize
 from pallas_kernels import codecs, compressor, indexer, sparse_attention, window_attention
 
 KV_QUANT_BLOCK = 64  # channels that share a scale in the FP8 rounding of keys (q2)
@@ -223,6 +223,8 @@ class Attention(nnx.Module):
             )
             state = dataclasses.replace(state, window=window)
         if self.compressor is not None:
+            assert state.compressed is not None
+            assert state.carry is not None
             with jax.named_scope("compress"):
                 entries, carry = self.compressor(inputs, state.carry, chunk, numerics)
                 entries = apply_rope(entries, self.rope(self.entry_positions(entries, chunk)))
@@ -231,6 +233,8 @@ class Attention(nnx.Module):
                 )
                 state = dataclasses.replace(state, compressed=compressed, carry=carry)
         if self.indexer is not None:
+            assert state.index_keys is not None
+            assert state.index_carry is not None
             with jax.named_scope("index_keys"):
                 keys, carry = self.indexer.compressor(inputs, state.index_carry, chunk, numerics)
                 keys = apply_rope(keys, self.rope(self.entry_positions(keys, chunk)))
@@ -313,7 +317,7 @@ def abstract_attention(config: ModelConfig, ratio: int) -> Attention:
         wq_b=Linear(abstract_fp8(heads * head, latent), True),
         wkv=Linear(abstract_fp8(head, hidden), True),
         kv_norm=abstract_norm(config, head),
-        attn_sink=jax.ShapeDtypeStruct((heads,), jnp.float32),
+        attn_sink=abstract_array((heads,), jnp.float32),
         wo_a=Linear(abstract_fp8(grouped, heads // config.o_groups * head), False),
         wo_b=Linear(abstract_fp8(hidden, grouped), True),
         compressor=_abstract_compressor(config, ratio, head) if ratio else None,
@@ -332,7 +336,7 @@ def abstract_attention(config: ModelConfig, ratio: int) -> Attention:
 
 def abstract_norm(config: ModelConfig, channels: int) -> RMSNorm:
     """Shape and dtype of a norm over `channels`."""
-    return RMSNorm(jax.ShapeDtypeStruct((channels,), jnp.bfloat16), config.rms_norm_eps)
+    return RMSNorm(abstract_array((channels,), jnp.bfloat16), config.rms_norm_eps)
 
 
 def _abstract_compressor(config: ModelConfig, ratio: int, channels: int) -> Compressor:
@@ -340,7 +344,7 @@ def _abstract_compressor(config: ModelConfig, ratio: int, channels: int) -> Comp
     return Compressor(
         Linear(abstract_plain(width, config.hidden_size)),
         Linear(abstract_plain(width, config.hidden_size)),
-        jax.ShapeDtypeStruct((ratio, width), jnp.float32),
+        abstract_array((ratio, width), jnp.float32),
         abstract_norm(config, channels),
         ratio,
     )

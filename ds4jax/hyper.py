@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ds4jax.config import ModelConfig
+from ds4jax.quant import abstract_array
 from pallas_kernels import hyper_connections
 
 
@@ -69,8 +70,8 @@ class HyperHead(nnx.Module):
         )
 
 
-def _float32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+def _float32(*shape: int) -> jax.Array:
+    return abstract_array(shape, jnp.float32)
 
 
 def abstract_connection(config: ModelConfig) -> HyperConnection:

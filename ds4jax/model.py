@@ -22,6 +22,7 @@ from ds4jax.config import ModelConfig, Numerics
 from ds4jax.hyper import HyperConnection, HyperHead, abstract_connection, abstract_head
 from ds4jax.layers import RMSNorm, wide_product
 from ds4jax.moe import MoE, Routing, abstract_moe
+from ds4jax.quant import abstract_array
 from pallas_kernels import routed_experts
 
 
@@ -150,7 +151,7 @@ def abstract(config: ModelConfig) -> Transformer:
 
     Token tables of hash layers are i32 here (I64 in the files).
     """
-    table = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), jnp.bfloat16)
+    table = abstract_array((config.vocab_size, config.hidden_size), jnp.bfloat16)
     return Transformer(
         embed=table,
         blocks=tuple(

@@ -8,7 +8,7 @@ from flax import nnx
 
 from ds4jax.config import ModelConfig, Numerics
 from ds4jax.layers import Linear, wide_product
-from ds4jax.quant import QTensor, abstract_fp8, abstract_plain
+from ds4jax.quant import QTensor, abstract_array, abstract_fp8, abstract_plain
 from pallas_kernels import codecs, top_k
 
 
@@ -92,8 +92,8 @@ def abstract_moe(config: ModelConfig, *, hashed: bool) -> MoE:
         config.moe_intermediate_size,
         config.n_routed_experts,
     )
-    table = jax.ShapeDtypeStruct((config.vocab_size, config.num_experts_per_tok), jnp.int32)
-    bias = jax.ShapeDtypeStruct((experts,), jnp.float32)
+    table = abstract_array((config.vocab_size, config.num_experts_per_tok), jnp.int32)
+    bias = abstract_array((experts,), jnp.float32)
     gate = Router(
         abstract_plain(experts, hidden),
         None if hashed else bias,

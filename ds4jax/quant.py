@@ -1,6 +1,7 @@
 """Weights in the form they are stored in, and their exact value in a compute dtype."""
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +42,19 @@ def dequantize(weight: QTensor, dtype: jax.typing.DTypeLike) -> jax.Array:
     return codecs.decode_fp8(weight.codes, weight.scales, dtype)
 
 
+def abstract_array(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A ShapeDtypeStruct, typed as the array that it stands for in an abstract module tree."""
+    return typing.cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype))
+
+
 def abstract_fp8(rows: int, columns: int) -> QTensor:
     """The shapes and dtypes of an FP8 weight [rows, columns] with its 128 x 128 scales."""
     grid = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
     return QTensor(
-        jax.ShapeDtypeStruct((rows, columns), jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct(grid, jnp.uint8),
+        abstract_array((rows, columns), jnp.float8_e4m3fn), abstract_array(grid, jnp.uint8)
     )
 
 
 def abstract_plain(rows: int, columns: int) -> QTensor:
     """The shape and dtype of a bfloat16 weight [rows, columns] without scales."""
-    return QTensor(jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16))
+    return QTensor(abstract_array((rows, columns), jnp.bfloat16))

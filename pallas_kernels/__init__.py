@@ -1,4 +1,4 @@
-"""Array-in, array-out operations of DeepSeek-V4, each with a plain-JAX reference beside its kernels.
+"""Array-in, array-out operations of DeepSeek-V4, each with a plain-JAX reference beside it.
 
 This package knows nothing of checkpoints, models or machines; `ds4jax` is the only caller.
 """

@@ -8,7 +8,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     if "xla_force_host_platform_device_count" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
 
-import jax  # noqa: E402  (JAX reads the variables above when it is imported)
+import jax  # after the variables above: it reads them when it is imported
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
