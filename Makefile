@@ -32,7 +32,6 @@ help:
 	@echo 'make lint      ruff and import rules      make types     pyrefly'
 	@echo 'make dev       sets up what lint, types and tests need'
 	@echo 'make oracle    builds .oracle (torch, transformers) for the live parity tests'
-	@echo 'make dev       sets up everything that the other targets use'
 	@echo 'make clean     removes .venv, caches and run/'
 	@echo 'PYTHON=...     the interpreter to build .venv with; CUDA=1|0 the GPU build of JAX or not'
 
@@ -66,8 +65,6 @@ prefill: $(STAMP)-run $(if $(filter $(TINY),$(CHECKPOINT)),$(TINY)/config.json)
 
 test: $(STAMP)-test
 	$(BIN)/python -m pytest -n2 --dist=loadfile $(PYTEST_ARGS)
-
-dev: $(STAMP)-dev
 
 dev: $(STAMP)-dev
 
