@@ -1,5 +1,7 @@
 """The engine as a user sees it: any split, any output mode, state in and out."""
 
+import json
+import pathlib
 import threading
 
 import jax
@@ -14,6 +16,7 @@ from ds4jax.config import ConfigError
 from ds4jax.run_config import RunConfig
 from ds4jax.text import PromptError
 
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 CHUNK = 48
 LIMIT = 2e-5  # float32 against float32 in another order; logits are near one
 IDS = np.random.default_rng(0).integers(0, testing.BYTE_VOCAB, 150).astype(np.int32)
@@ -145,6 +148,24 @@ def test_generate_continues_with_the_most_likely_tokens(engine):
     assert found.state.position == 44  # the last token has been chosen, not read
     more = engine.generate(found.tokens[-1:], 1, found.state)
     np.testing.assert_allclose(more.logits[0], engine.prefill(ids).logits[-1], atol=LIMIT)
+
+
+def test_golden_prompt_and_greedy_tokens_come_out_of_the_engine():
+    """The case `decode`, through the same door as a user: folder in, logits and tokens out."""
+    folder = GOLDEN / "decode"
+    meta = json.loads((folder / "meta.json").read_text())
+    expected, ids = np.load(folder / "expected.npz"), np.load(folder / "tokens.npy")
+    limit = meta["tolerance"]["float32_compute"]["max_abs"]
+    config = {"numerics.preset": "oracle", "prefill.chunk_tokens": 128, "prefill.logits": "all"}
+    with ds4jax.load(folder / meta["checkpoint"], config) as engine:
+        logits = engine.prefill(ids).logits[expected["logit_positions"]]
+        np.testing.assert_allclose(logits, expected["logits"], atol=limit, rtol=0)
+        for i, length in enumerate(expected["prompt_lengths"]):
+            found = engine.generate(ids[:length], expected["greedy_tokens"].shape[1])
+            np.testing.assert_array_equal(found.tokens, expected["greedy_tokens"][i])
+            np.testing.assert_allclose(
+                found.logits, expected["greedy_logits"][i], atol=limit, rtol=0
+            )
 
 
 def test_stop_ends_after_the_chunk_at_hand(engine):
