@@ -52,24 +52,27 @@ def expert_slots(
     implementation asked for cannot run here.
     """
     _check(x, ids, weights, slabs, where, slots)
-    if slots is None:
-        fill = jnp.where(ids >= 0, jnp.nan, 0.0).astype(x.dtype)
-        slots = jnp.broadcast_to(fill[..., None], (*ids.shape, x.shape[1]))
     slabs_present = tuple(slab for slab in slabs if slab.experts)
     if not slabs_present or ids.size == 0:
-        return slots
+        return _fresh_slots(x, ids) if slots is None else slots
     device = support.default_device()
     if implementation is None:
         implementation = "reference" if refusal("portable", x, slabs, device) else "portable"
     support.require(implementation, refusal(implementation, x, slabs, device, interpret=interpret))
-    operands = (x, ids, weights, slabs_present, where, slots)
+    operands = (x, ids, weights, slabs_present, where)
     if implementation == "reference":
-        return reference.expert_slots(*operands, limit=limit, quantize_input=quantize_input)
+        slots = _fresh_slots(x, ids) if slots is None else slots
+        return reference.expert_slots(*operands, slots, limit=limit, quantize_input=quantize_input)
     blocks = tiling.choose(
         device.device_kind, x.shape[1], slabs[0].width, *ids.shape, experts=where.size
     )
     return portable.expert_slots(
-        *operands, limit=limit, quantize_input=quantize_input, tiling=blocks, interpret=interpret
+        *operands,
+        slots,
+        limit=limit,
+        quantize_input=quantize_input,
+        tiling=blocks,
+        interpret=interpret,
     )
 
 
@@ -105,6 +108,11 @@ def combine_slots(slots: jax.Array, shared: jax.Array) -> jax.Array:
     for slot in range(1, k):
         total += slots[:, slot].astype(jnp.float32)
     return codecs.round_to(total + shared.astype(jnp.float32), slots.dtype)
+
+
+def _fresh_slots(x, ids):
+    fill = jnp.where(ids >= 0, jnp.nan, 0.0).astype(x.dtype)
+    return jnp.broadcast_to(fill[..., None], (*ids.shape, x.shape[1]))
 
 
 def _check(x, ids, weights, slabs, where, slots):

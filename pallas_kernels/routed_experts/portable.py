@@ -50,7 +50,7 @@ def expert_slots(
     weights: jax.Array,
     slabs: tuple[ExpertSlab, ...],
     where: jax.Array,
-    slots: jax.Array,
+    slots: jax.Array | None,
     *,
     limit: float,
     quantize_input: bool,
@@ -61,12 +61,12 @@ def expert_slots(
 
     Memory beside the result: x once more, and h, bf16 [T * k, F], per slab.
     """
-    tokens, k, hidden = slots.shape
+    (tokens, hidden), k = x.shape, ids.shape[1]
     order = order_rows(ids, where, sum(slab.experts for slab in slabs))
     if quantize_input:
         x = codecs.fake_quant_fp8(x, 128)
     paired = split_pairs(x)
-    out = slots.reshape(tokens * k, hidden)
+    out = None if slots is None else slots.reshape(tokens * k, hidden)
     flat_weights = weights.reshape(-1)
     first = 0
     for slab in (piece for whole in slabs for piece in addressable(whole)):
@@ -90,7 +90,9 @@ def expert_slots(
         out = down(
             h, order, tiles, slab, out, _fit(tiling.down, hidden, slab.width), interpret=interpret
         )
-    return out.reshape(slots.shape)
+    if slots is None:
+        out = fill_unserved(out, ids.reshape(-1), order, interpret=interpret)
+    return out.reshape(tokens, k, hidden)
 
 
 def addressable(slab: ExpertSlab) -> tuple[ExpertSlab, ...]:
@@ -143,31 +145,52 @@ def gate_up(x, weights, order: RowOrder, tiles: RowTiles, slab, *, k, limit, til
 
 
 def down(h, order: RowOrder, tiles: RowTiles, slab, slots, tiling, *, interpret):
-    """slots [R, D] with the rows of this slab's experts filled in."""
+    """slots [R, D], or a new array when None, with the rows of this slab's experts filled in."""
     kernel = functools.partial(_down_kernel, tiling=tiling)
+    operands = (h, order.rows, tiles.expert, tiles.start, tiles.count)
     return _call(
         kernel,
         "routed_experts_down",
-        jax.ShapeDtypeStruct(slots.shape, slots.dtype),
-        (slots, h, order.rows, tiles.expert, tiles.start, tiles.count),
+        jax.ShapeDtypeStruct((order.rows.size, slab.hidden), h.dtype),
+        operands if slots is None else (*operands, slots),
         (slab.down, slab.down_scale),
         (slab.hidden // tiling.out, tiles.expert.size),
         tiling,
         interpret,
-        aliases={0: 0},
+        aliases={} if slots is None else {len(operands): 0},
+    )
+
+
+def fill_unserved(slots, ids, order: RowOrder, *, interpret):
+    """slots [R, D] with NaN in rows that no expert served, and 0 where ids [R] is -1."""
+    rows, hidden = slots.shape
+    block = (64, 512 if hidden % 512 == 0 else MINIMUM_BLOCK)
+    return _call(
+        functools.partial(_fill_kernel, block=block),
+        "routed_experts_fill",
+        jax.ShapeDtypeStruct(slots.shape, slots.dtype),
+        (order.rows, order.starts, ids, slots),
+        (),
+        (hidden // block[1], pl.cdiv(rows, block[0])),
+        Tiling(out=64, rows=64, step=64, warps=8, stages=1),
+        interpret,
+        aliases={3: 0},
     )
 
 
 def _call(
     kernel, name, out_shape, operands, weight, grid, tiling, interpret, aliases=None
 ) -> jax.Array:
-    """Runs `kernel(*operands, out, weight=...)` on whole arrays."""
+    """Runs `kernel(out, *operands)`, with `weight=` its codes and scales, on whole arrays."""
     arrays = [array for array in weight if array is not None]
 
     def named(*refs):
-        inputs, (codes, *scales) = refs[: len(operands)], refs[len(operands) : -1]
-        reader = _Weight(codes, scales[0] if scales else None, tiling.step, interpret)
-        kernel(*inputs, refs[-1], weight=reader)
+        inputs, weight_refs = refs[: len(operands)], refs[len(operands) : -1]
+        if not weight_refs:
+            return kernel(refs[-1], *inputs)
+        codes, scales = (*weight_refs, None)[:2]
+        reader = _Weight(codes, scales, tiling.step, interpret)
+        return kernel(refs[-1], *inputs, weight=reader)
 
     named.__name__ = name  # the name of the compiled kernel
     return pl.pallas_call(
@@ -225,13 +248,13 @@ class _Weight:
 
 
 def _gate_up_kernel(
+    h_ref,
     x_ref,
     weights_ref,
     rows_ref,
     expert_ref,
     start_ref,
     count_ref,
-    h_ref,
     *,
     weight: _Weight,
     k,
@@ -247,32 +270,34 @@ def _gate_up_kernel(
         expert = expert_ref[tile]
         position, valid, row = _tile_rows(rows_ref, start_ref[tile], count, tiling.rows)
         token = lax.div(row, k)
-        lane = jnp.arange(tiling.out, dtype=jnp.int32)
-        column = block * tiling.out + lane
-        # FP4: this block's h channels in pair order, see the top of this file.
-        channel = _pair_channel(column) if weight.paired else column
-
-        gate, up = _products(weight, expert, (channel, width + channel), x_ref, token, hidden)
+        # Gate and up are one product of twice as many weight rows: w1's, then w3's. FP4: the h
+        # channels of the block are in pair order, see the top of this file.
+        lane = jnp.arange(2 * tiling.out, dtype=jnp.int32)
+        channel = block * tiling.out + lax.rem(lane, tiling.out)
+        channel = _pair_channel(channel) if weight.paired else channel
+        weight_rows = channel + lax.div(lane, tiling.out) * width
+        both = _product(weight, expert, weight_rows, x_ref, token, hidden)
+        gate, up = lax.split(both, (tiling.out, tiling.out), axis=0)
         gate = jnp.minimum(gate, limit)
         up = jnp.clip(up, -limit, limit)
         h = gate / (1.0 + jnp.exp(-gate)) * up * weights_ref[row][None, :]
         h = h.astype(h_ref.dtype).T
+        column = block * tiling.out + jnp.arange(tiling.out, dtype=jnp.int32)
         plt.store(h_ref.at[position[:, None], column[None, :]], h, mask=valid[:, None])
 
 
 def _down_kernel(
-    slots_ref,
+    out_ref,
     h_ref,
     rows_ref,
     expert_ref,
     start_ref,
     count_ref,
-    out_ref,
-    *,
+    *slots_ref,  # the same buffer as out_ref
     weight: _Weight,
     tiling: Tiling,
 ):
-    del slots_ref  # the same buffer as out_ref
+    del slots_ref
     block, tile = pl.program_id(0), pl.program_id(1)
     count = count_ref[tile]
     rows, width = h_ref.shape
@@ -284,11 +309,26 @@ def _down_kernel(
         source = jnp.minimum(position, rows - 1)
         column = block * tiling.out + jnp.arange(tiling.out, dtype=jnp.int32)
 
-        (y,) = _products(weight, expert, (column,), h_ref, source, width)
-        y = y.astype(out_ref.dtype).T
+        y = _product(weight, expert, column, h_ref, source, width).astype(out_ref.dtype).T
         # Rows outside the tile point past the end, for interpreters that write back masked lanes.
         target = jnp.where(valid, row, rows)
         plt.store(out_ref.at[target[:, None], column[None, :]], y, mask=valid[:, None])
+
+
+def _fill_kernel(out_ref, rows_ref, starts_ref, ids_ref, slots_ref, *, block):
+    del slots_ref  # the same buffer as out_ref
+    (rows, columns), total = block, rows_ref.shape[0]
+    first_column = pl.program_id(0) * columns
+    start = starts_ref[starts_ref.shape[0] - 1] + pl.program_id(1) * rows
+
+    @pl.when(start < total)
+    def _():
+        _, valid, row = _tile_rows(rows_ref, start, total - start, rows)
+        value = jnp.where(ids_ref[row] >= 0, jnp.nan, 0.0).astype(out_ref.dtype)
+        column = first_column + jnp.arange(columns, dtype=jnp.int32)
+        target = jnp.where(valid, row, total)
+        value = jnp.broadcast_to(value[:, None], (rows, columns))
+        plt.store(out_ref.at[target[:, None], column[None, :]], value, mask=valid[:, None])
 
 
 def _tile_rows(rows_ref, start, count, size):
@@ -308,27 +348,22 @@ def _pair_channel(column):
     return column - within + 2 * lax.rem(within, _PAIRS) + lax.div(within, _PAIRS)
 
 
-def _products(weight: _Weight, expert, weight_rows, x_ref, x_rows, contraction):
-    """w[expert, rows] @ x[x_rows]^T in float32 for each of `weight_rows`, in one pass over x."""
+def _product(weight: _Weight, expert, weight_rows, x_ref, x_rows, contraction):
+    """w[expert, weight_rows] @ x[x_rows]^T in float32."""
     steps = contraction // weight.step
 
     def body(step, carry):
-        totals, scales = carry
-        ahead = jnp.minimum(step + 1, steps - 1)
-        next_scales = [weight.scale_tile(expert, rows, ahead) for rows in weight_rows]
-        sums = []
-        for total, rows, scale in zip(totals, weight_rows, scales, strict=True):
-            for channel, tile in weight.tiles(expert, rows, step, scale):
-                x = x_ref[x_rows[:, None], channel[None, :]]
-                total = total + lax.dot_general(
-                    tile, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-                )
-            sums.append(total)
-        return sums, next_scales
+        total, scales = carry
+        next_scales = weight.scale_tile(expert, weight_rows, jnp.minimum(step + 1, steps - 1))
+        for channel, tile in weight.tiles(expert, weight_rows, step, scales):
+            x = x_ref[x_rows[:, None], channel[None, :]]
+            total = total + lax.dot_general(
+                tile, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            )
+        return total, next_scales
 
-    zeros = [jnp.zeros((rows.size, x_rows.size), jnp.float32) for rows in weight_rows]
-    first_scales = [weight.scale_tile(expert, rows, 0) for rows in weight_rows]
-    return lax.fori_loop(0, steps, body, (zeros, first_scales))[0]
+    zeros = jnp.zeros((weight_rows.size, x_rows.size), jnp.float32)
+    return lax.fori_loop(0, steps, body, (zeros, weight.scale_tile(expert, weight_rows, 0)))[0]
 
 
 def _decode_plain(codes, scales):
