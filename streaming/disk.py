@@ -6,6 +6,7 @@ when the device has the data; the lock is never held while reading.
 
 import collections
 import dataclasses
+import errno
 import logging
 import mmap
 import os
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 ReaderKind = Literal["preadv", "mmap", "direct"]
 
 _TASK_BYTES = 32 << 20  # one read task at most, so that threads end together
+_JUDGED_S = 0.1  # shorter fills say nothing about the disk
 _BOUNCE_BYTES = 4 << 20  # direct reads of unaligned ranges pass through a buffer of this size
 
 
@@ -92,7 +94,7 @@ class _Files:
             file = self._files.get(source.path)
             if file is None:
                 identity = Identity.of(source.path)
-                file = _File(identity, os.open(source.path, os.O_RDONLY | self._flags))
+                file = _File(identity, self._open(source.path))
                 if self._mapped and identity.nbytes:
                     file.mapping = mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_READ)
                 self._files[source.path] = file
@@ -102,6 +104,16 @@ class _Files:
                 f"{source.offset + source.nbytes}: the file is truncated, fetch it again"
             )
         return file
+
+    def _open(self, path: str) -> int:
+        try:
+            return os.open(path, os.O_RDONLY | self._flags)
+        except OSError as error:
+            if not self._flags or error.errno != errno.EINVAL:
+                raise
+            log.warning("disk: the file system of %s has no direct reads, it is cached", path)
+            self._flags = 0
+            return os.open(path, os.O_RDONLY)
 
     def check(self, source: FileRange, file: _File) -> None:
         """Raises ReadError when the file at the path is no longer the one that is open."""
@@ -161,7 +173,7 @@ class MmapReader:
 
 
 class DirectReader:
-    """Reads past the page cache. Needs a file system with O_DIRECT.
+    """Reads past the page cache, where the file system can.
 
     Ranges whose offset, size and buffer are page-aligned go straight into the buffer; others are
     read as the whole pages around them and copied.
@@ -518,7 +530,7 @@ class DiskRing:
 
     def _watch_speed(self, request: Request, seconds: float) -> None:
         nbytes = len(request.items) * self.layout.item_bytes
-        if seconds > 0 and nbytes / seconds < self._slow_bytes_per_s:
+        if seconds > _JUDGED_S and nbytes / seconds < self._slow_bytes_per_s:
             self.slow_fills += 1
             if self.slow_fills == 1:
                 log.warning(

@@ -120,10 +120,12 @@ class HostStore:
         fill: Fill,
         *,
         threads: int | None = None,
+        pin: bool = True,
         on_layer: Callable[[int], None] = lambda layer: None,
     ) -> None:
         """Fills the store layer by layer from many threads and page-locks each finished layer.
 
+        pin       False leaves it pageable until `pin`
         on_layer  called on this thread after each layer
         Raises StreamError naming the item when a call of `fill` raises.
         """
@@ -152,14 +154,15 @@ class HostStore:
                 jobs = [pool.submit(fill_item, layer, *pair) for pair in enumerate(items)]
                 pending.append((layer, jobs))
                 if len(pending) == 2:
-                    self._finish(*pending.popleft(), on_layer)
+                    self._finish(*pending.popleft(), pin, on_layer)
             while pending:
-                self._finish(*pending.popleft(), on_layer)
+                self._finish(*pending.popleft(), pin, on_layer)
 
     def _finish(
         self,
         layer: int,
         jobs: list[concurrent.futures.Future[None]],
+        pin: bool,
         on_layer: Callable[[int], None],
     ) -> None:
         for job in jobs:
@@ -167,9 +170,18 @@ class HostStore:
         for view in self._views[layer]:
             # From here on a copy may read it at any time.
             view.flags.writeable = False
+        if pin:
+            self._pin(layer)
+        on_layer(layer)
+
+    def pin(self) -> None:
+        """Queues all layers for page-locking; for a store that was filled without."""
+        for layer in range(self.layout.layers):
+            self._pin(layer)
+
+    def _pin(self, layer: int) -> None:
         block = self._blocks[layer]
         self._pinner.pin_soon(block.ctypes.data, block.nbytes)
-        on_layer(layer)
 
     def is_pinned(self, layer: int) -> bool:
         """Whether a layer's block is page-locked by now."""

@@ -1,0 +1,179 @@
+"""Readers and the ring, alone."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+
+from streaming import DiskRing, FileRange, Pinner, ReadError, open_reader, testing
+from streaming.disk import READERS, DirectReader, PreadReader
+from streaming.monitor import Monitor
+from streaming.slab import PAGE_BYTES
+from streaming.store import allocate
+from streaming.trace import Trace
+
+LAYOUT = testing.small_layout(4, 6)
+
+
+@pytest.fixture(params=sorted(READERS))
+def reader(request):
+    made = open_reader(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "data.bin"
+    values = np.random.default_rng(1).integers(0, 256, 5 * PAGE_BYTES + 77, np.uint8)
+    path.write_bytes(values.tobytes())
+    return str(path), values
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [
+        (0, PAGE_BYTES),
+        (PAGE_BYTES, 2 * PAGE_BYTES),
+        (1, 1),
+        (4095, 2),
+        (100, 3 * PAGE_BYTES),
+        (5 * PAGE_BYTES, 77),
+        (4 * PAGE_BYTES - 1, PAGE_BYTES + 78),
+        (12, 0),
+    ],
+)
+def test_every_reader_gives_the_bytes_of_the_range(reader, file, offset, nbytes):
+    path, values = file
+    out = allocate(nbytes)
+    asked = reader.read(FileRange(path, offset, nbytes), out)
+    np.testing.assert_array_equal(out, values[offset : offset + nbytes])
+    assert asked >= nbytes
+
+
+def test_direct_reads_of_whole_pages_need_no_second_copy(file):
+    path, values = file
+    targets = []
+
+    def preadv(descriptor, buffers, offset):
+        targets.append(len(buffers[0]))
+        return os.preadv(descriptor, buffers, offset)
+
+    reader = DirectReader(preadv)
+    out = allocate(4 * PAGE_BYTES)
+    assert reader.read(FileRange(path, PAGE_BYTES, 4 * PAGE_BYTES), out) == 4 * PAGE_BYTES
+    np.testing.assert_array_equal(out, values[PAGE_BYTES : 5 * PAGE_BYTES])
+    assert targets == [4 * PAGE_BYTES]
+    # A range across a page border costs both pages.
+    small = np.empty(2, np.uint8)
+    assert reader.read(FileRange(path, PAGE_BYTES - 1, 2), small) == 2 * PAGE_BYTES
+    reader.close()
+
+
+def test_reads_that_come_in_parts_are_completed(file):
+    path, values = file
+
+    def stingy(descriptor, buffers, offset):
+        return os.preadv(descriptor, [buffers[0][:1000]], offset)
+
+    reader, out = PreadReader(stingy), np.empty(PAGE_BYTES, np.uint8)
+    reader.read(FileRange(path, 3, PAGE_BYTES), out)
+    np.testing.assert_array_equal(out, values[3 : 3 + PAGE_BYTES])
+    reader.close()
+
+
+def test_file_system_without_direct_reads_is_read_through_the_cache(file, monkeypatch, caplog):
+    path, values = file
+    opening = os.open
+
+    def refuse(path, flags):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opening(path, flags)
+
+    monkeypatch.setattr(os, "open", refuse)
+    reader, out = DirectReader(), np.empty(PAGE_BYTES, np.uint8)
+    reader.read(FileRange(path, 5, PAGE_BYTES), out)
+    np.testing.assert_array_equal(out, values[5 : 5 + PAGE_BYTES])
+    assert "no direct reads" in caplog.text
+    reader.close()
+
+
+def test_range_beyond_the_end_is_named(tmp_path):
+    (tmp_path / "x").write_bytes(b"abc")
+    with pytest.raises(ReadError, match="has 3 bytes, expected at least 9"):
+        open_reader("direct").read(FileRange(str(tmp_path / "x"), 0, 9), np.empty(9, np.uint8))
+
+
+def test_unknown_reader_is_named():
+    with pytest.raises(ValueError, match="'aio', expected one of preadv, mmap, direct"):
+        open_reader("aio")
+
+
+@pytest.fixture
+def ring(tmp_path):
+    made = DiskRing(
+        LAYOUT,
+        testing.write_files(LAYOUT, tmp_path, files=3),
+        rows=4,
+        slots=2,
+        threads=3,
+        poison=True,
+    )
+    made.attach(Monitor(20), Trace())
+    yield made
+    made.close()
+
+
+def ask(ring, *units):
+    with ring._monitor.changed:
+        return [ring.request(*unit) for unit in units]
+
+
+def test_slots_are_filled_in_order_and_reused_only_after_release(ring):
+    first, second, third = ask(ring, (0, (0, 1)), (1, (5, 2, 3)), (2, (4,)))
+    ring._monitor.wait(lambda: first.filled and second.filled, "the first two")
+    assert third.slot is None
+    (piece,) = ring.pieces(second)
+    for row, item in enumerate((5, 2, 3)):
+        data = b"".join(array[row].tobytes() for array in piece.arrays)
+        assert data == testing.expected_item(LAYOUT, 1, item)
+    (kept,) = ring.pieces(first)
+    with ring._monitor.changed:
+        ring.release(first)
+    with pytest.raises(RuntimeError, match="given back or never filled"):
+        ring.pieces(first)
+    ring._monitor.wait(lambda: third.filled, "the third")
+    # The old view shows the poison and the new item, never the old bytes.
+    assert kept.arrays[0][0].tobytes() != testing.content(LAYOUT, 0, 0, "codes").tobytes()
+    (piece,) = ring.pieces(third)
+    assert piece.arrays[1][0].tobytes() == testing.content(LAYOUT, 2, 4, "scales").tobytes()
+
+
+def test_dropped_requests_return_their_slots(ring):
+    requests = ask(ring, *((layer, (0, 1)) for layer in range(4)))
+    with ring._monitor.changed:
+        for request in requests:
+            ring.drop(request)
+            ring.drop(request)
+    ring._monitor.wait(ring.idle, "idle")
+    (last,) = ask(ring, (3, (2,)))
+    ring._monitor.wait(lambda: last.filled, "the last")
+
+
+def test_wrong_rings_are_refused(ring):
+    with pytest.raises(ValueError, match="a unit of 5 items, the slots hold 4"):
+        ask(ring, (0, (0, 1, 2, 3, 4)))
+    with pytest.raises(ValueError, match="0 slots of 1 rows"):
+        DiskRing(LAYOUT, lambda *_: (), rows=1, slots=0)
+
+
+def test_slots_are_locked_and_unlocked(tmp_path):
+    driver = testing.FakeDriver()
+    pinner = Pinner(driver)
+    made = DiskRing(LAYOUT, testing.write_files(LAYOUT, tmp_path), rows=4, slots=3, pinner=pinner)
+    pinner.wait()
+    assert made.registered_bytes == made.nbytes == 3 * LAYOUT.block_bytes(4)
+    made.close()
+    assert driver.locked == {}
