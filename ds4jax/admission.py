@@ -27,15 +27,25 @@ class PlanError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """Bytes that a run needs on its device."""
+    """Bytes that a run needs on its device.
+
+    weights_bytes      everything but the routed experts
+    resident_bytes     routed experts that stay; slab_bytes those on their way
+    state_bytes        what layers remember of one sequence
+    micro_batch_bytes  activations of the chunks that pass through the layers together
+    workspace_bytes    activations within a layer
+    """
 
     weights_bytes: int
     state_bytes: int
     workspace_bytes: int
+    resident_bytes: int = 0
+    slab_bytes: int = 0
+    micro_batch_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.state_bytes + self.workspace_bytes
+        return sum(dataclasses.astuple(self))
 
 
 def price(
@@ -92,20 +102,30 @@ def host_bytes() -> int:
 
 
 def admit(needed: Price, device: jax.Device, what: str) -> int:
-    """Returns the bytes available on `device`; raises PlanError when `needed` exceeds them.
+    """Returns the bytes available on `device`; raises PlanError when `needed` exceeds them."""
+    available = device_bytes(device)
+    require(needed, available, device, what)
+    return available
+
+
+def require(needed: Price, available: int, device: jax.Device, what: str) -> None:
+    """Raises PlanError when `needed` exceeds `available` bytes.
 
     When JAX's own share of the GPU is what is too small, the message says how to raise it.
     """
-    available = device_bytes(device)
     missing = needed.total_bytes - available
     if missing <= 0:
-        return available
+        return
     kind = "this machine's memory" if device.platform == "cpu" else device.device_kind
+    parts = {
+        "weights": needed.weights_bytes + needed.resident_bytes,
+        "state": needed.state_bytes,
+        "workspace": needed.workspace_bytes + needed.micro_batch_bytes + needed.slab_bytes,
+    }
+    listed = ", ".join(f"{name} {_size(count)}" for name, count in parts.items())
     raise PlanError(
-        f"{what} needs {_size(needed.total_bytes)} (weights {_size(needed.weights_bytes)}, state "
-        f"{_size(needed.state_bytes)}, workspace {_size(needed.workspace_bytes)}); {kind} has "
-        f"{_size(available)} free: {_size(missing)} are missing. "
-        + _remedy(needed, available, device, os.environ)
+        f"{what} needs {_size(needed.total_bytes)} ({listed}); {kind} has {_size(available)} free: "
+        f"{_size(missing)} are missing. " + _remedy(needed, available, device, os.environ)
     )
 
 
@@ -121,7 +141,7 @@ def _remedy(
                 f"JAX has taken {fraction:.0%} of the GPU's {_size(whole)}: set "
                 f"XLA_PYTHON_CLIENT_MEM_FRACTION={share} (and end other programs on this GPU)"
             )
-    if needed.weights_bytes > available:
+    if needed.weights_bytes + needed.resident_bytes > available:
         return "The weights alone do not fit: use a device with more memory or a smaller model"
     return (
         "Lower config.prefill.chunk_tokens (smaller workspace) or config.prefill.max_tokens "

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ds4jax import admission, events
+import streaming
+from ds4jax import admission, events, passes
 from ds4jax.cache import (
     SequenceState,
     abstract_state,
@@ -27,8 +28,10 @@ from ds4jax.checkpoint.safetensors import open_checkpoint
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError, ModelConfig
+from ds4jax.experts import ExpertPool
+from ds4jax.plan import Plan, make_plan
 from ds4jax.run_config import RunConfig
-from ds4jax.runner import COMPILED, LayerSlabs, LogProbs, Runner, tiles
+from ds4jax.runner import COMPILED, LogProbs, Runner, tiles
 from ds4jax.text import PromptError
 
 SYNTHETIC = "synthetic:"
@@ -47,6 +50,7 @@ class PrefillReport:
     tokens_read    tokens that went through the model; tokens_reused came with the state
     seconds        wall time of all chunks, compilation and output included
     chunks         one event per chunk
+    passes         how each micro-batch went that chunks of this sequence were part of
     state_bytes    size of the state afterwards
     interrupted    whether reading was stopped before the last token
     """
@@ -57,6 +61,7 @@ class PrefillReport:
     tokens_reused: int
     seconds: float
     chunks: tuple[events.ChunkDone, ...]
+    passes: tuple[passes.PassReport, ...]
     state_bytes: int
     interrupted: bool
 
@@ -80,12 +85,32 @@ class PrefillResult:
               other modes and when a sink took the rows
     logprobs  in mode "logprobs" without a sink
     state     continues the sequence, see `Engine.prefill`
+    paused    set when a stop came between two layers of a micro-batch: `Engine.prefill` takes it
+              up again; `state` then belongs to it
     """
 
     logits: np.ndarray | None
     logprobs: LogProbs | None
     state: SequenceState
     report: PrefillReport
+    paused: "PausedPass | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PausedPass:
+    """A sequence in the middle of a micro-batch, between two layers.
+
+    layer    the next layer
+    state    its position is that of the first token of the micro-batch; layers below `layer` have
+             seen the micro-batch already
+    streams  of each chunk, what enters the next layer
+    tokens   how many tokens each chunk has
+    """
+
+    layer: int
+    state: SequenceState
+    streams: tuple[jax.Array, ...]
+    tokens: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +127,75 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """One sequence to read, and its place in the run."""
+    """One sequence to read, and its place in the run.
+
+    run_tokens  tokens of all sequences of the run; done_before those of the sequences before
+    """
 
     ids: np.ndarray
     name: str
     index: int = 0
     prompts: int = 1
     done_before: int = 0
-    total: int = 0
+    run_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A chunk to read: tokens first..first + length of a job, padded to `rows` rows."""
+
+    job: _Job
+    first: int
+    length: int
+    rows: int
+
+    @property
+    def ids(self) -> np.ndarray:
+        return self.job.ids[self.first : self.first + self.length]
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is the last one of its job."""
+        return self.first + self.length == len(self.job.ids)
+
+    @property
+    def following(self) -> np.ndarray:
+        """The token after each row, i32 [rows]; -1 where there is none."""
+        following = np.full(self.rows, -1, np.int32)
+        after = self.job.ids[self.first + 1 : self.first + self.length + 1]
+        following[: len(after)] = after
+        return following
+
+
+class _Reading:
+    """What has been read of one job so far."""
+
+    def __init__(self, job: _Job, state: SequenceState, sink: Sink | None):
+        self.job, self.state = job, state
+        self.reused = state.position
+        self.rows = _Rows()
+        self.put = sink or self.rows.append
+        self.chunks: list[events.ChunkDone] = []
+        self.passes: list[passes.PassReport] = []
+        self.paused: PausedPass | None = None
+
+    def result(self, numerics: str) -> PrefillResult:
+        """The result as of now."""
+        read = self.state.position - self.reused
+        report = PrefillReport(
+            name=self.job.name,
+            numerics=numerics,
+            tokens_read=read,
+            tokens_reused=self.reused,
+            seconds=sum(chunk.seconds for chunk in self.chunks),
+            chunks=tuple(self.chunks),
+            passes=tuple(self.passes),
+            state_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(self.state)),
+            interrupted=read < len(self.job.ids),
+        )
+        return PrefillResult(
+            self.rows.logits(), self.rows.logprobs(), self.state, report, self.paused
+        )
 
 
 class Engine:
@@ -118,10 +204,10 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        slabs: Sequence[LayerSlabs],
+        pool: ExpertPool,
         config: RunConfig,
         device: jax.Device,
-        needed: admission.Price,
+        plan: Plan,
         available_bytes: int,
         load_seconds: float,
         fingerprint: str,
@@ -130,14 +216,15 @@ class Engine:
         self.numerics = runner.numerics
         self.config = config
         self.device = device
-        self.needed = needed
+        self.plan = plan
         self.available_bytes = available_bytes
         self.load_seconds = load_seconds
         self.fingerprint = fingerprint
         self.row_shapes = row_shapes(config.prefill.chunk_tokens)
         self._shapes_seen: set[int] = set()
         self._runner: Runner | None = runner
-        self._slabs: Sequence[LayerSlabs] = slabs
+        self._pool = pool
+        self._tables = runner.expert_tables()
 
     def __enter__(self) -> "Engine":
         return self
@@ -147,7 +234,9 @@ class Engine:
 
     def close(self) -> None:
         """Lets go of the weights; using the engine afterwards raises RuntimeError."""
-        self._runner, self._slabs = None, ()
+        if self._runner is not None:
+            self._pool.close()
+        self._runner = None
 
     def prefill(
         self,
@@ -158,6 +247,7 @@ class Engine:
         sink: Sink | None = None,
         stop: threading.Event | None = None,
         donate_state: bool = False,
+        paused: PausedPass | None = None,
         name: str = "prompt",
     ) -> PrefillResult:
         """Reads `ids` [tokens] after what `state` has seen (nothing when None).
@@ -168,19 +258,29 @@ class Engine:
         on_event  is called for every event, see `events`
         sink      takes the output rows chunk by chunk instead of the result; it sees each name of
                   the logits mode with arrays [n, ...], in order
-        stop      when set, reading ends after the current chunk; the report says so
+        stop      when set, reading ends: after the current chunk, or between two layers where
+                  several chunks pass through the layers together; the report says so
+        paused    instead of `state`: goes on with what an earlier call was stopped at; `ids` are
+                  the tokens from the position of its state on. Consumed
 
         Raises PromptError for an empty prompt, ids outside the vocabulary and prompts that are
         too long, ConfigError for a state of another model, PlanError when the state does not fit.
         """
+        if paused is not None:
+            state, donate_state = paused.state, True
         tokens = self._check_prompt(ids, name, state)
-        job = _Job(tokens, name, total=len(tokens))
+        job = _Job(tokens, name, run_tokens=len(tokens))
         if state is not None:
             self._check_state(state)
             state = jax.device_put(state, self.device)
             if not donate_state:
                 state = jax.tree.map(jnp.copy, state)
-        return self._read(job, state, self.config.prefill.logits, on_event, sink, stop)
+        if paused is not None:
+            self._check_paused(paused, len(tokens))
+            paused = dataclasses.replace(paused, state=state)
+        mode = self.config.prefill.logits
+        (result,) = self._read([job], state, mode, on_event, sink, stop, paused)
+        return result
 
     def prefill_many(
         self,
@@ -193,9 +293,10 @@ class Engine:
     ) -> Iterator[PrefillResult]:
         """Reads several sequences of any lengths, each from position 0 and alone.
 
-        All prompts are checked before the first is read. Results come in order; a caller that
-        drops each state before asking for the next result holds one state at a time. Arguments
-        are as in `prefill`; a stop ends the iteration after the sequence that it cut short.
+        All prompts are checked before the first is read. Results come in order; with chunk-major
+        order a caller that drops each state before asking for the next result holds one state at a
+        time, with layer-major order the sequences of a micro-batch hold theirs together. Arguments
+        are as in `prefill`; a stop ends the iteration after the sequences that it cut short.
         """
         names = names or [f"prompt{i}" for i in range(len(prompts))]
         checked = [
@@ -205,17 +306,14 @@ class Engine:
             raise PromptError("there are no prompts: expected at least one")
         total = sum(len(tokens) for tokens in checked)
 
-        def read_all() -> Iterator[PrefillResult]:
-            done = 0
-            for i, (tokens, name) in enumerate(zip(checked, names, strict=True)):
-                job = _Job(tokens, name, i, len(checked), done, total)
-                result = self._read(job, None, self.config.prefill.logits, on_event, sink, stop)
-                yield result
-                done += len(tokens)
-                if result.report.interrupted:
-                    return
-
-        return read_all()
+        befores = np.cumsum([0, *(len(tokens) for tokens in checked)]).tolist()
+        jobs = [
+            _Job(tokens, name, index, len(checked), before, total)
+            for index, (tokens, name, before) in enumerate(
+                zip(checked, names, befores, strict=False)
+            )
+        ]
+        return self._read(jobs, None, self.config.prefill.logits, on_event, sink, stop, None)
 
     def generate(
         self,
@@ -238,8 +336,8 @@ class Engine:
         chosen: list[int] = []
         logits: list[np.ndarray] = []
         for _ in range(count):
-            job = _Job(tokens, name, total=len(tokens))
-            result = self._read(job, state, "last", events.ignore, None, None)
+            job = _Job(tokens, name, run_tokens=len(tokens))
+            (result,) = self._read([job], state, "last", events.ignore, None, None, None)
             assert result.logits is not None
             logits.append(result.logits[0])
             chosen.append(int(np.argmax(result.logits[0])))
@@ -249,80 +347,158 @@ class Engine:
 
     def _read(
         self,
-        job: _Job,
+        jobs: Sequence[_Job],
         state: SequenceState | None,
         mode: str,
         on_event: events.Observer,
         sink: Sink | None,
         stop: threading.Event | None,
-    ) -> PrefillResult:
-        """Reads a checked sequence chunk by chunk; consumes `state`."""
-        runner, ids = self._require_open(), job.ids
-        reused = state.position if state is not None else 0
-        state = self._with_room(state, reused + len(ids))
-        on_event(events.PromptStarted(job.index, job.prompts, job.name, len(ids), reused))
-        rows = _Rows()
-        chunks: list[events.ChunkDone] = []
-        for first in range(0, len(ids), self.config.prefill.chunk_tokens):
-            state, chunk = self._read_chunk(runner, job, first, state, mode, sink or rows.append)
-            chunks.append(chunk)
-            on_event(chunk)
-            if stop is not None and stop.is_set():
-                break
-        read = state.position - reused
-        report = PrefillReport(
-            name=job.name,
-            numerics=str(self.numerics),
-            tokens_read=read,
-            tokens_reused=reused,
-            seconds=sum(chunk.seconds for chunk in chunks),
-            chunks=tuple(chunks),
-            state_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
-            interrupted=read < len(ids),
-        )
-        return PrefillResult(rows.logits(), rows.logprobs(), state, report)
+        paused: PausedPass | None,
+    ) -> Iterator[PrefillResult]:
+        """Reads checked sequences in micro-batches; consumes `state`, which is of the first one."""
+        runner = self._require_open()
+        stopped = (lambda: False) if stop is None else stop.is_set
+        readings: dict[int, _Reading] = {}
+        for pieces in self._micro_batches(jobs, paused):
+            for job in {piece.job.index: piece.job for piece in pieces}.values():
+                if job.index not in readings:
+                    reading = _Reading(job, self._with_room(state, len(job.ids)), sink)
+                    readings[job.index], state = reading, None
+                    on_event(
+                        events.PromptStarted(
+                            job.index, job.prompts, job.name, len(job.ids), reading.reused
+                        )
+                    )
+            self._read_batch(runner, pieces, readings, mode, on_event, stopped, paused)
+            paused = None
+            for index in sorted(readings):
+                reading = readings[index]
+                if stopped() or reading.state.position - reading.reused == len(reading.job.ids):
+                    yield readings.pop(index).result(str(self.numerics))
+            if stopped():
+                return
 
-    def _read_chunk(
-        self, runner: Runner, job: _Job, first: int, state: SequenceState, mode: str, put: Sink
-    ) -> tuple[SequenceState, events.ChunkDone]:
-        """Reads the chunk that begins with token `first` of the job; consumes `state`."""
-        began, compiled, position = time.perf_counter(), COMPILED.measure(), state.position
-        size = self.config.prefill.chunk_tokens
-        tokens = job.ids[first : first + size]
-        shape = next(rows for rows in self.row_shapes if rows >= len(tokens))
-        streams, state = self._advance(runner, tokens, shape, state)
-        following = np.full(shape, -1, np.int32)
-        after = job.ids[first + 1 : first + len(tokens) + 1]
-        following[: len(after)] = after
-        ends = first + len(tokens) == len(job.ids)
-        self._deliver(runner, mode, streams, len(tokens), following, ends, put)
-        self._shapes_seen.add(shape)
-        jax.block_until_ready((streams, state.layers))
-        programs, compile_seconds = compiled()
-        return state, events.ChunkDone(
-            prompt=job.index,
-            chunk=first // size,
-            position=position,
-            tokens=len(tokens),
-            rows=shape,
-            seconds=time.perf_counter() - began,
-            compiled=programs,
-            compile_seconds=compile_seconds,
-            done=job.done_before + first + len(tokens),
-            total=job.total,
-        )
+    def _micro_batches(
+        self, jobs: Sequence[_Job], paused: PausedPass | None
+    ) -> Iterator[list[_Piece]]:
+        """The chunks of all jobs in order, as many at a time as pass through a layer together."""
+        batch: list[_Piece] = []
+        if paused is not None:
+            for length in paused.tokens:
+                first = sum(piece.length for piece in batch)
+                batch.append(self._piece(jobs[0], first, length))
+            yield batch
+        begun = sum(piece.length for piece in batch)
+        batch = []
+        chunk = self.config.prefill.chunk_tokens
+        for job in jobs:
+            for first in range(begun, len(job.ids), chunk):
+                if (len(batch) + 1) * chunk > self.plan.micro_batch_tokens and batch:
+                    yield batch
+                    batch = []
+                batch.append(self._piece(job, first, min(chunk, len(job.ids) - first)))
+            begun = 0
+        if batch:
+            yield batch
 
-    def _advance(
-        self, runner: Runner, tokens: np.ndarray, rows: int, state: SequenceState
-    ) -> tuple[jax.Array, SequenceState]:
-        """All layers on one chunk: the last layer's streams [rows, S, D] and the new state."""
+    def _piece(self, job: _Job, first: int, length: int) -> _Piece:
+        return _Piece(job, first, length, next(n for n in self.row_shapes if n >= length))
+
+    def _read_batch(
+        self,
+        runner: Runner,
+        pieces: Sequence[_Piece],
+        readings: Mapping[int, _Reading],
+        mode: str,
+        on_event: events.Observer,
+        stopped: Callable[[], bool],
+        paused: PausedPass | None,
+    ) -> None:
+        """Takes a micro-batch through the layers and delivers its outputs."""
+        began, compiled = time.perf_counter(), COMPILED.measure()
+        sequences = sorted({piece.job.index for piece in pieces})
+        batch = passes.Pass(
+            [], [list(readings[n].state.layers) for n in sequences], paused.layer if paused else 0
+        )
         with jax.default_device(self.device):
-            chunk = make_chunk(tokens, state.position, rows)
-            streams = runner.embed(chunk)
-            layers = list(state.layers)
-            for layer, slabs in enumerate(self._slabs):
-                streams, layers[layer] = runner.layer(layer, streams, layers[layer], chunk, slabs)
-        return streams, SequenceState(state.position + len(tokens), tuple(layers))
+            # All chunks go to the device first: a copy that is issued later waits behind slabs.
+            ends = {n: readings[n].state.position for n in sequences}
+            for number, piece in enumerate(pieces):
+                chunk = make_chunk(piece.ids, ends[piece.job.index], piece.rows)
+                ends[piece.job.index] += piece.length
+                streams = runner.embed(chunk) if paused is None else paused.streams[number]
+                place = sequences.index(piece.job.index)
+                batch.works.append(passes.Work(place, chunk, jax.device_put(streams, self.device)))
+            layers = self.model_config.num_hidden_layers
+            tokens = sum(piece.length for piece in pieces)
+            first = pieces[0].job.done_before + pieces[0].first
+
+            def on_layer(layer: int) -> None:
+                done = layers * first + (layer + 1) * tokens
+                total = layers * pieces[0].job.run_tokens
+                on_event(events.LayerDone(layer, layers, len(pieces), done, total))
+
+            report = passes.run(
+                batch,
+                runner,
+                self._pool,
+                self._steps(batch.layer, [piece.ids for piece in pieces]),
+                notes=self.config.streaming.notes,
+                on_layer=on_layer,
+                # A single chunk is read to its end: there is nothing to gain from a pause.
+                paused=stopped if len(pieces) > 1 else lambda: False,
+            )
+        wall, device_seconds = time.perf_counter() - began, sum(report.work_seconds)
+        self._pool.measured(tokens, report.distinct, device_seconds / len(report.distinct))
+        for place, n in enumerate(sequences):
+            reading = readings[n]
+            reading.passes.append(report)
+            state = SequenceState(reading.state.position, tuple(batch.states[place]))
+            if batch.layer < layers:
+                own = [i for i, work in enumerate(batch.works) if work.sequence == place]
+                reading.paused = PausedPass(
+                    batch.layer,
+                    state,
+                    tuple(batch.works[i].streams for i in own),
+                    tuple(pieces[i].length for i in own),
+                )
+                reading.state = state
+            else:
+                reading.state = dataclasses.replace(state, position=ends[n])
+        if batch.layer < layers:
+            return
+        for piece, work, share in zip(pieces, batch.works, report.work_seconds, strict=True):
+            reading, began = readings[piece.job.index], time.perf_counter()
+            self._deliver(
+                runner, mode, work.streams, piece.length, piece.following, piece.ends, reading.put
+            )
+            self._shapes_seen.add(piece.rows)
+            programs, compile_seconds = compiled()
+            compiled = COMPILED.measure()
+            event = events.ChunkDone(
+                prompt=piece.job.index,
+                chunk=piece.first // self.config.prefill.chunk_tokens,
+                position=reading.reused + piece.first,
+                tokens=piece.length,
+                rows=piece.rows,
+                # Chunks of a micro-batch share its wall time by the device time each one took.
+                seconds=wall * share / device_seconds + time.perf_counter() - began,
+                compiled=programs,
+                compile_seconds=compile_seconds,
+                done=piece.job.done_before + piece.first + piece.length,
+                total=piece.job.run_tokens,
+            )
+            reading.chunks.append(event)
+            on_event(event)
+
+    def _steps(self, first_layer: int, tokens: Sequence[np.ndarray]) -> list[streaming.Step]:
+        """What the streamer is told about a micro-batch of chunks with these ids."""
+        mode = self.config.streaming.mode
+        if mode == "auto":
+            mode = self._pool.preferred_mode(sum(map(len, tokens)))
+        return passes.plan_steps(
+            self.model_config, self._pool, mode, first_layer, tokens, self._tables
+        )
 
     def _deliver(
         self,
@@ -352,8 +528,9 @@ class Engine:
                 put("top_logprobs", part.top)
                 put("top_tokens", part.tokens)
 
-    def _with_room(self, state: SequenceState | None, tokens: int) -> SequenceState:
-        """`state`, or an empty one, with the buffers that a sequence of `tokens` tokens gets."""
+    def _with_room(self, state: SequenceState | None, more: int) -> SequenceState:
+        """`state`, or an empty one, with the buffers of a sequence that is `more` tokens longer."""
+        tokens = more + (state.position if state is not None else 0)
         capacity = capacity_tokens(self.config, self.model_config, tokens)
         if state is not None and _capacity(state, self.model_config) >= capacity:
             return state
@@ -396,6 +573,21 @@ class Engine:
             raise ConfigError(
                 f"state: has {len(found)} arrays in {len(state.layers)} layers, expected "
                 f"{len(expected)} in {len(wanted.layers)}: it belongs to another model"
+            )
+
+    def _check_paused(self, paused: PausedPass, tokens: int) -> None:
+        """Raises ConfigError unless `paused` is a pass of this engine over the next tokens."""
+        layers, chunk = self.model_config.num_hidden_layers, self.config.prefill.chunk_tokens
+        if not 0 < paused.layer < layers:
+            raise ConfigError(
+                f"paused: its next layer is {paused.layer}, expected 1..{layers - 1}: it belongs "
+                "to another model"
+            )
+        if max(paused.tokens) > chunk or sum(paused.tokens) > tokens:
+            raise ConfigError(
+                f"paused: its chunks have {list(paused.tokens)} tokens, expected at most "
+                f"config.prefill.chunk_tokens {chunk} each and {tokens} together: resume with the "
+                "chunk size and the tokens of the run that was stopped"
             )
 
     def _require_open(self) -> Runner:
@@ -468,36 +660,27 @@ def _load(
             f"the vocabulary size {model_config.vocab_size}"
         )
     keys.check_complete(source)
-    infos = {name: info for name, info in source.infos().items() if not name.startswith("mtp.")}
-    weights_bytes = sum(info.nbytes for info in infos.values())
-    needed = admission.price(
-        model_config,
-        numerics,
-        weights_bytes=weights_bytes,
-        rows=run_config.prefill.chunk_tokens,
-        capacity_tokens=capacity_tokens(run_config, model_config, prompt_tokens or 1),
+    available = admission.device_bytes(device)
+    capacity = capacity_tokens(run_config, model_config, prompt_tokens or 1)
+    plan = make_plan(source, run_config, device, prompt_tokens, capacity)
+    total = plan.price.weights_bytes + keys.expert_bytes(model_config, source.infos()) * (
+        model_config.n_routed_experts * model_config.num_hidden_layers
     )
-    available = admission.admit(needed, device, "this run")
     transformer = loading.load_resident(source, device=device)
-    done = sum(leaf.nbytes for leaf in jax.tree.leaves(transformer))
-    experts = range(model_config.n_routed_experts)
-    with jax.default_device(device):
-        where = jnp.arange(model_config.n_routed_experts, dtype=jnp.int32)
-    slabs: list[LayerSlabs] = []
-    for layer in range(model_config.num_hidden_layers):
-        slab = jax.device_put(loading.load_expert_slab(source, layer, experts), device)
-        done += sum(leaf.nbytes for leaf in jax.tree.leaves(slab))
-        slabs.append(((slab,), where))
-        # Token tables shrink when they are loaded, so the bytes at hand end below those stored.
-        ends = layer + 1 == model_config.num_hidden_layers
-        progress = weights_bytes if ends else done
-        on_event(events.WeightsLoaded(progress, weights_bytes, time.perf_counter() - began))
+
+    def on_bytes(experts: int) -> None:
+        loaded = plan.price.weights_bytes + experts
+        on_event(events.WeightsLoaded(loaded, total, time.perf_counter() - began))
+
+    pool = ExpertPool(
+        source, plan.experts, device, numa=run_config.streaming.numa, on_bytes=on_bytes
+    )
     return Engine(
         Runner(transformer, numerics),
-        slabs,
+        pool,
         run_config,
         device,
-        needed,
+        plan,
         available,
         time.perf_counter() - began,
         loading.fingerprint(source),

@@ -64,7 +64,21 @@ class ChunkDone:
     total: int
 
 
-Event = WeightsLoaded | PromptStarted | ChunkDone
+@dataclasses.dataclass(frozen=True)
+class LayerDone:
+    """A micro-batch of `chunks` chunks has been handed to the device up to and with `layer`.
+
+    done, total  tokens times layers, so far and of the whole run
+    """
+
+    layer: int
+    layers: int
+    chunks: int
+    done: int
+    total: int
+
+
+Event = WeightsLoaded | PromptStarted | ChunkDone | LayerDone
 Observer = Callable[[Event], None]
 
 
@@ -136,6 +150,12 @@ def plain(
                 )
                 if event.compiled:
                     line += f", {event.compile_seconds:.1f} s of it compiling"
+            case LayerDone():
+                due = False
+                line = (
+                    f"layer {event.layer + 1} of {event.layers} on {event.chunks} chunks "
+                    f"({100 * event.done / event.total:.0f} %)"
+                )
         if due or clock() - last_line_s >= interval_s:
             last_line_s = clock()
             stream.write(line + "\n")
@@ -158,6 +178,7 @@ class Bar:
             console=Console(file=stream),
         )
         self._tasks: dict[str, Any] = {}
+        self._rate = ""
 
     def __enter__(self) -> "Bar":
         self._progress.start()
@@ -175,9 +196,13 @@ class Bar:
                 self._progress.console.print(_start_line(event), highlight=False)
             case ChunkDone():
                 rate = f"{event.tokens / max(event.seconds, 1e-9):.1f} tokens/s"
+                self._rate = rate
                 self._update("prefill", event.done, event.total, rate)
+            case LayerDone():
+                done = event.done / event.layers
+                self._update("prefill", done, event.total // event.layers, self._rate)
 
-    def _update(self, phase: str, done: int, total: int, rate: str) -> None:
+    def _update(self, phase: str, done: float, total: int, rate: str) -> None:
         if phase not in self._tasks:
             self._tasks[phase] = self._progress.add_task(phase, total=total, rate="")
         self._progress.update(self._tasks[phase], completed=done, total=total, rate=rate)

@@ -18,12 +18,14 @@ from ds4jax.checkpoint import keys
 from ds4jax.checkpoint import load as loading
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import ModelConfig
+from ds4jax.moe import LayerSlabs
 from pallas_kernels.routed_experts import ExpertSlab
 
 log = logging.getLogger(__name__)
 
-# The slabs of a layer and where its experts are in them, see `routed_experts.expert_slots`.
-LayerSlabs = tuple[tuple[ExpertSlab, ...], jax.Array]
+# Until they are measured: the rate of a PCIe 5.0 x16 link, and the time of a layer on few rows.
+LINK_BYTES_PER_S = 50e9
+LAYER_SECONDS = 2e-3
 
 _MATRICES = {"gate_up": ("w1", "w3"), "down": ("w2",)}
 
@@ -144,6 +146,9 @@ class ExpertPool:
         self.plan, self.device = plan, device
         self.layout = slab_layout(source)
         self._format = keys.expert_format(source)
+        self._per_token = source.config.num_experts_per_tok
+        # Distinct experts and seconds of a layer, by the power of two of a pass's tokens.
+        self._measured: dict[int, tuple[float, float]] = {}
         self._loaded_bytes = 0
         self._on_bytes = on_bytes
         self.resident = [
@@ -207,6 +212,34 @@ class ExpertPool:
         """Begins a run that visits `steps`; None when nothing is streamed."""
         return self.streamer.start(steps) if self.streamer is not None else None
 
+    def preferred_mode(self, tokens: int) -> str:
+        """ "routed" where moving only what the router asks for is expected to be faster.
+
+        Goes by the distinct experts and times that passes of about as many tokens were measured to
+        have; before the first one by what independent uniform routing would use.
+        """
+        if self.streamer is None:
+            return "whole"
+        share = max(map(len, self.plan.residency.streamed))
+        distinct, compute_s = self._measured.get(
+            tokens.bit_length(), (self._uniform_distinct(tokens), LAYER_SECONDS)
+        )
+        routed = streaming.prefer_routed(
+            distinct_misses=distinct * share / self.layout.items,
+            share=share,
+            item_bytes=self.layout.item_bytes,
+            link_bytes_per_s=LINK_BYTES_PER_S,
+            compute_s=compute_s,
+        )
+        return "routed" if routed else "whole"
+
+    def _uniform_distinct(self, tokens: int) -> float:
+        return self.layout.items * (1 - (1 - self._per_token / self.layout.items) ** tokens)
+
+    def measured(self, tokens: int, distinct: Sequence[int], layer_seconds: float) -> None:
+        """Keeps what a pass over `tokens` tokens used, for `preferred_mode`."""
+        self._measured[tokens.bit_length()] = (float(np.mean(distinct)), layer_seconds)
+
     def issue_ahead(self, step: int, wave: int = 0) -> None:
         """Issues the copies that have to be under way before a step computes."""
         if self.streamer is not None:
@@ -233,6 +266,14 @@ class ExpertPool:
         assert self.streamer is not None
         self.streamer.computed(step, output, wave, reached=reached)
 
+    def available(self, step: streaming.Step) -> Sequence[int]:
+        """Experts that a step can use: residents and what the step moves."""
+        if step.mode == "routed":
+            return range(self.layout.items)
+        residency = self.plan.residency
+        moved = residency.streamed[step.layer] if step.mode == "whole" else step.items
+        return (*residency.resident[step.layer], *moved)
+
     def finish(self, distinct: Sequence[int]) -> streaming.Ledger | None:
         """Ends a run; `distinct` has the distinct experts that each step used."""
         if self.streamer is None:
@@ -241,10 +282,9 @@ class ExpertPool:
             self.streamer.observed(step, count)
         return self.streamer.finish()
 
-    def abort(self) -> None:
-        """Ends a run early; afterwards the pool can be used again."""
-        if self.streamer is not None:
-            self.streamer.abort()
+    def abort(self) -> streaming.Ledger | None:
+        """Ends a run early and accounts for what ran; afterwards the pool can be used again."""
+        return self.streamer.abort() if self.streamer is not None else None
 
     def close(self) -> None:
         """Lets go of all experts."""
@@ -274,64 +314,6 @@ def _cuda(device: jax.Device) -> tuple[streaming.CudaDriver | None, int | None]:
             error,
         )
         return None, None
-
-
-def choose_residency(
-    config: ModelConfig,
-    item_bytes: int,
-    room_bytes: int,
-    *,
-    window: int,
-    slab_bytes: int | None = None,
-    per_layer: int | None = None,
-    counts: np.ndarray | None = None,
-) -> tuple[streaming.Residency, int | None]:
-    """Residents that leave room for the slabs of the window, and the bytes left for slabs.
-
-    room_bytes  device memory for experts: residents and slabs on their way
-    slab_bytes  limit of the slabs; None lets the residents leave what whole shares need, or a few
-                experts at a time if there is room for no more
-    per_layer   number of residents of every layer; None takes as many as fit
-    counts      integers [layers, experts]: how often each was used; None keeps the lowest ids
-    return      the residency and the slab budget (None when everything is resident)
-    Raises PlanError with the missing bytes when it does not fit.
-    """
-    layers, experts = config.num_hidden_layers, config.n_routed_experts
-    live = streaming.window.live_bound(window)
-
-    def needed(residents: int) -> int:
-        share = experts - residents
-        slabs = (
-            live * share * item_bytes
-            if slab_bytes is None
-            else min(slab_bytes, live * share * item_bytes)
-        )
-        return layers * residents * item_bytes + slabs
-
-    if per_layer is None:
-        fitting = [n for n in range(experts + 1) if needed(n) <= room_bytes]
-        # Without room for whole shares nothing is resident and slabs come in waves.
-        per_layer = max(fitting, default=0)
-    residency = streaming.even(layers, experts, per_layer, counts)
-    if per_layer == experts:
-        if needed(experts) > room_bytes:
-            raise _no_room(needed(experts), room_bytes, "all experts on the device")
-        return residency, None
-    left = room_bytes - layers * per_layer * item_bytes
-    budget = left if slab_bytes is None else slab_bytes
-    smallest = live * item_bytes
-    if budget > left or left < smallest or budget < smallest:
-        short = max(smallest, slab_bytes or 0) + layers * per_layer * item_bytes
-        raise _no_room(short, room_bytes, f"{per_layer} resident experts per layer and their slabs")
-    return residency, min(budget, live * (experts - per_layer) * item_bytes)
-
-
-def _no_room(needed: int, room: int, what: str) -> PlanError:
-    return PlanError(
-        f"{what} need {needed} bytes, {room} are left for experts, {needed - room} are missing: "
-        "lower config.streaming.resident_fraction (or resident_bytes), config.streaming.slab_bytes "
-        "or config.prefill.chunk_tokens"
-    )
 
 
 def all_resident(config: ModelConfig) -> ExpertPlan:

@@ -45,6 +45,8 @@ def _define(leaf: Leaf, flag_values: flags.FlagValues) -> None:
         flags.DEFINE_bool(leaf.key, None, help, flag_values=flag_values)
     elif leaf.type is int:
         flags.DEFINE_integer(leaf.key, None, help, flag_values=flag_values)
+    elif leaf.type is float:
+        flags.DEFINE_float(leaf.key, None, help, flag_values=flag_values)
     elif leaf.type is str:
         flags.DEFINE_string(leaf.key, None, help, flag_values=flag_values)
     elif leaf.choices:

@@ -251,7 +251,7 @@ def _run_record(
         "compiled_programs": sum(programs for programs, _ in compiled),
         "compile_s": round(sum(seconds for _, seconds in compiled), 6),
         "bytes": {
-            **dataclasses.asdict(engine.needed),
+            **dataclasses.asdict(engine.plan.price),
             "available_bytes": engine.available_bytes,
         },
         "outputs": outputs,

@@ -10,6 +10,10 @@ from ds4jax.config import ModelConfig, Numerics
 from ds4jax.layers import Linear, wide_product
 from ds4jax.quant import QTensor, abstract_array, abstract_fp8, abstract_plain
 from pallas_kernels import codecs, top_k
+from pallas_kernels.routed_experts import ExpertSlab
+
+# Slabs of a layer and where its experts are in them, see `routed_experts.expert_slots`.
+LayerSlabs = tuple[tuple[ExpertSlab, ...], jax.Array]
 
 
 @jax.tree_util.register_dataclass

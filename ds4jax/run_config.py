@@ -17,15 +17,25 @@ from ds4jax.config import PRESETS, SIMULATIONS, ConfigError, Numerics
 
 LOGITS_MODES = ("last", "all", "none", "logprobs")
 PROMPT_FORMS = ("text", "chat", "thinking")
+ORDERS = ("auto", "chunk_major", "layer_major")
+STREAM_MODES = ("auto", "whole", "routed")
+TIERS = ("auto", "ram", "disk")
+NUMA_POLICIES = ("auto", "bind", "interleave", "off")
+NOTES = ("fetch", "callback")
 EFFORTS = ("none", "high", "max")
 EFFORT_TEXTS = ("original", "0731")
 
 
 def _key(
-    default: Any, help: str, *, choices: tuple[str, ...] | None = None, minimum: int | None = None
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    minimum: int | None = None,
+    maximum: int | None = None,
 ) -> Any:
     """A leaf of the run configuration: default, help text and the values it may take."""
-    metadata = {"help": help, "choices": choices, "minimum": minimum}
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -155,11 +165,97 @@ class PromptConfig(_Section):
 
 
 @dataclasses.dataclass(frozen=True)
+class MemoryConfig(_Section):
+    """How much of the device a run may use."""
+
+    prefix = "config.memory"
+
+    device_bytes: int | None = _key(
+        None,
+        "Device memory of the run: weights, state, workspace, experts and slabs together. Default: "
+        "all that is free.",
+        minimum=1,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingConfig(_Section):
+    """Where routed experts are kept, and how the others come to the device. Never changes bits."""
+
+    prefix = "config.streaming"
+
+    order: str = _key(
+        "auto",
+        "chunk_major = a chunk goes through all layers before the next one; layer_major = all "
+        "chunks of a micro-batch go through a layer before the next one, so that a streamed expert "
+        "moves once per micro-batch; auto = layer_major when experts are streamed.",
+        choices=ORDERS,
+    )
+    micro_batch_tokens: int | None = _key(
+        None,
+        "Tokens of a layer_major micro-batch, of one or several prompts; rounded up to whole "
+        "chunks. Default: the longest prompt, as far as memory allows.",
+        minimum=1,
+    )
+    window: int | None = _key(
+        None, "Slabs that are copied ahead. Default: 1 from host memory, 2 from disk.", minimum=0
+    )
+    mode: str = _key(
+        "auto",
+        "whole = all streamed experts of a layer move ahead of it; routed = only those that the "
+        "router asks for, after it has run; auto = by the distinct experts measured or expected.",
+        choices=STREAM_MODES,
+    )
+    resident_fraction: float | None = _key(
+        None,
+        "Share of the experts of every layer that stays on the device. Default: what fits.",
+        minimum=0,
+        maximum=1,
+    )
+    resident_bytes: int | None = _key(
+        None, "Bytes of experts that stay on the device, spread evenly over layers.", minimum=0
+    )
+    resident_profile: str | None = _key(
+        None,
+        "File of measured counts (profile.json of an earlier run): the most used experts stay on "
+        "the device. Default: the lowest ids.",
+    )
+    slab_bytes: int | None = _key(
+        None,
+        "Device memory for slabs on their way; less than whole layers take is cut into waves.",
+        minimum=1,
+    )
+    tier: str = _key(
+        "auto",
+        "Where streamed experts are kept: ram, disk (the files of the checkpoint), or auto = ram "
+        "when they fit.",
+        choices=TIERS,
+    )
+    numa: str = _key("auto", "NUMA placement of experts in host memory.", choices=NUMA_POLICIES)
+    notes: str = _key(
+        "fetch",
+        "How counts of used experts come to the host: fetch = copied beside the compute; callback "
+        "= a host callback after every router.",
+        choices=NOTES,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.resident_fraction is not None and self.resident_bytes is not None:
+            raise ConfigError(
+                f"config.streaming.resident_fraction is {self.resident_fraction} and "
+                f"config.streaming.resident_bytes is {self.resident_bytes}: give one of them"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Everything about a run that is neither the checkpoint nor the machine."""
 
     numerics: NumericsConfig = dataclasses.field(default_factory=NumericsConfig)
     prefill: PrefillConfig = dataclasses.field(default_factory=PrefillConfig)
+    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
+    streaming: StreamingConfig = dataclasses.field(default_factory=StreamingConfig)
     prompt: PromptConfig = dataclasses.field(default_factory=PromptConfig)
 
     @classmethod
@@ -230,6 +326,7 @@ class Leaf:
     help: str
     choices: tuple[str, ...] | None
     minimum: int | None
+    maximum: int | None
 
 
 def leaves(cls: type = RunConfig, prefix: str = "config") -> Iterator[Leaf]:
@@ -241,7 +338,7 @@ def leaves(cls: type = RunConfig, prefix: str = "config") -> Iterator[Leaf]:
             yield from leaves(hints[field.name], key)
             continue
         kind, optional = _plain_type(hints[field.name])
-        limits = {name: field.metadata[name] for name in ("help", "choices", "minimum")}
+        limits = {name: field.metadata[name] for name in ("help", "choices", "minimum", "maximum")}
         yield Leaf(key, kind, optional, field.default, **limits)
 
 
@@ -291,17 +388,22 @@ def _convert(value: Any, hint: Any, where: str, key: str) -> Any:
         if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
             return tuple(value)
         wanted = "a list of strings"
-    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+    elif isinstance(value, (int, float) if kind is float else kind) and not (
+        kind is not bool and isinstance(value, bool)
+    ):
         return value
     else:
-        wanted = {int: "a whole number", str: "a string", bool: "true or false"}[kind]
+        names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+        wanted = names[kind]
     raise ConfigError(f"{where}: {key} is {value!r}, expected {wanted}")
 
 
 def _check_limits(key: str, value: Any, limits: Mapping[str, Any]) -> None:
-    choices, minimum = limits["choices"], limits["minimum"]
+    choices, minimum, maximum = limits["choices"], limits["minimum"], limits["maximum"]
     for item in value if isinstance(value, tuple) else (value,):
         if choices and item is not None and item not in choices:
             raise ConfigError(f"{key} is {item!r}, expected one of {', '.join(choices)}")
         if minimum is not None and item is not None and item < minimum:
             raise ConfigError(f"{key} is {item}, expected a whole number of at least {minimum}")
+        if maximum is not None and item is not None and item > maximum:
+            raise ConfigError(f"{key} is {item}, expected at most {maximum}")

@@ -20,12 +20,8 @@ from ds4jax.admission import HEAD_ROWS
 from ds4jax.cache import Chunk, LayerState
 from ds4jax.config import Numerics
 from ds4jax.model import Block, Transformer, embed_tokens
-from ds4jax.moe import Routing
+from ds4jax.moe import LayerSlabs, Routing
 from pallas_kernels import routed_experts
-
-# The slabs of a layer and where its experts are in them, see `routed_experts.expert_slots`.
-LayerSlabs = tuple[tuple[routed_experts.ExpertSlab, ...], jax.Array]
-
 
 # Equal bits in every process: XLA on GPUs would otherwise time several forms of a matrix product
 # and keep the fastest of that day. Without timing its own Triton products have no good default, so
@@ -51,11 +47,12 @@ def _route(block: Block, streams: jax.Array, chunk: Chunk, numerics: Numerics) -
     return block.route(streams, chunk, numerics)
 
 
-@functools.partial(_program, static_argnames=("limit", "quantize_input"))
+@functools.partial(_program, static_argnames=("limit", "quantize_input"), donate_argnames="slots")
 def _experts(
     routing: Routing,
     slabs: tuple[routed_experts.ExpertSlab, ...],
     where: jax.Array,
+    slots: jax.Array | None,
     limit: float,
     quantize_input: bool,
 ) -> jax.Array:
@@ -67,6 +64,7 @@ def _experts(
         where,
         limit=limit,
         quantize_input=quantize_input,
+        slots=slots,
     )
 
 
@@ -75,6 +73,11 @@ def _finish(
     block: Block, streams: jax.Array, routing: Routing, slots: jax.Array, numerics: Numerics
 ) -> jax.Array:
     return block.finish(streams, routing, slots, numerics)
+
+
+@_program
+def _tick(array: jax.Array) -> jax.Array:
+    return array[(0,) * array.ndim]
 
 
 def _rows_from(streams: jax.Array, start: jax.Array) -> jax.Array:
@@ -132,6 +135,11 @@ class Runner:
             for block in blocks
         ]
 
+    def expert_tables(self) -> list[np.ndarray | None]:
+        """On the host: the experts [V, k] of every token id in hash layers, None for the others."""
+        tables = (block.ffn.gate.tid2eid for block in self._route_parts)
+        return [None if table is None else np.asarray(table) for table in tables]
+
     def embed(self, chunk: Chunk) -> jax.Array:
         """The streams [T, S, D] that enter the first layer."""
         return _embed(self._table, chunk.tokens, self.config.hc_mult, self.numerics)
@@ -146,9 +154,14 @@ class Runner:
         """Which experts the tokens of the chunk need, and their input."""
         return _route(self._route_parts[layer], streams, chunk, self.numerics)
 
-    def experts(self, routing: Routing, slabs: LayerSlabs) -> jax.Array:
-        """Outputs of the routed experts, one slot per choice: [T, k, D]."""
-        return _experts(routing, *slabs, self.config.swiglu_limit, self.numerics.q1)
+    def experts(
+        self, routing: Routing, slabs: LayerSlabs, slots: jax.Array | None = None
+    ) -> jax.Array:
+        """Outputs of the routed experts in `slabs`, one slot per choice: [T, k, D].
+
+        slots  the result of an earlier call with other experts of the layer; consumed
+        """
+        return _experts(routing, *slabs, slots, self.config.swiglu_limit, self.numerics.q1)
 
     def finish(
         self, layer: int, streams: jax.Array, routing: Routing, slots: jax.Array
@@ -156,14 +169,9 @@ class Runner:
         """The end of a layer; consumes `streams`."""
         return _finish(self._finish_parts[layer], streams, routing, slots, self.numerics)
 
-    def layer(
-        self, layer: int, streams: jax.Array, state: LayerState, chunk: Chunk, slabs: LayerSlabs
-    ) -> tuple[jax.Array, LayerState]:
-        """One whole step: this layer on this chunk. Consumes `streams` and `state`."""
-        streams, state = self.attend(layer, streams, state, chunk)
-        routing = self.route(layer, streams, chunk)
-        slots = self.experts(routing, slabs)
-        return self.finish(layer, streams, routing, slots), state
+    def tick(self, array: jax.Array) -> jax.Array:
+        """One element of `array`: ready when the array is, and not donated to anything."""
+        return _tick(array)
 
     def logits(self, streams: jax.Array, first: int, stop: int) -> np.ndarray:
         """Logits of rows first..stop of the last layer's streams, at most 128: [rows, V] float32.

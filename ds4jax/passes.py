@@ -1,0 +1,266 @@
+"""One pass of a micro-batch through the layers: which programs are dispatched, in which order.
+
+A micro-batch is one or more chunks, of one or several sequences. The pass visits the layers in
+order and takes every chunk through a layer before the next one (layer-major), so that each streamed
+expert crosses the link once per pass. A micro-batch of one chunk is the chunk-major order. Programs
+and their arguments are the same either way, and so are the bits.
+"""
+
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+import streaming
+from ds4jax.cache import Chunk, LayerState
+from ds4jax.config import ModelConfig
+from ds4jax.experts import ExpertPool, absent_experts
+from ds4jax.moe import Routing
+from ds4jax.runner import Runner
+
+
+class MissingExpertError(RuntimeError):
+    """A routed expert was not among those of its step: the output would hold NaN."""
+
+
+@dataclasses.dataclass
+class Work:
+    """A chunk on its way through the layers.
+
+    sequence  index of its sequence in the states of the pass
+    chunk     on the device of the pass
+    streams   [T, S, D], what enters the next layer; consumed and replaced layer by layer
+    """
+
+    sequence: int
+    chunk: Chunk
+    streams: jax.Array
+
+
+@dataclasses.dataclass
+class Pass:
+    """A micro-batch between two layers; `run` takes it further.
+
+    works   its chunks; those of one sequence in the order of their positions
+    states  one list of layer states per sequence; consumed and replaced
+    layer   the next layer to visit
+    """
+
+    works: list[Work]
+    states: list[list[LayerState]]
+    layer: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PassReport:
+    """How a pass went.
+
+    work_seconds  device time of each chunk, summed over the layers that were visited
+    layer_seconds the same by layer
+    counts        i64 [layers, E], how many rows chose each expert
+    distinct      distinct experts of each layer visited
+    ledger        what was streamed; None when nothing is
+    """
+
+    work_seconds: tuple[float, ...]
+    layer_seconds: tuple[float, ...]
+    counts: np.ndarray
+    distinct: tuple[int, ...]
+    ledger: streaming.Ledger | None
+
+
+def run(
+    batch: Pass,
+    runner: Runner,
+    pool: ExpertPool,
+    steps: Sequence[streaming.Step],
+    *,
+    notes: str = "fetch",
+    on_layer: Callable[[int], None] = lambda layer: None,
+    paused: Callable[[], bool] = lambda: False,
+) -> PassReport:
+    """Takes `batch` through the layers of `steps`, one step per layer from batch.layer on.
+
+    notes     how the counts of experts come to the host: "fetch" or "callback"
+    on_layer  called after a layer has been dispatched
+    paused    asked after every layer; when true the pass ends early and `batch` can be run on
+    Raises MissingExpertError when a routed expert was in no slab of its step.
+    """
+    layers = runner.config.num_hidden_layers
+    usage = streaming.Usage(layers, runner.config.n_routed_experts)
+    sent = streaming.Notes(runner.config.n_routed_experts, by_callback=notes == "callback")
+    with _StepClock() as clock:
+        pool.start(steps)
+        try:
+            visited = 0
+            for number, step in enumerate(steps):
+                _visit(batch, runner, pool, number, step, sent, clock)
+                visited += 1
+                batch.layer = step.layer + 1
+                on_layer(step.layer)
+                if visited < len(steps) and paused():
+                    break
+            # The clock has seen every router; what follows the last one is still running.
+            jax.block_until_ready([work.streams for work in batch.works])
+            distinct = _settle(pool, steps[:visited], sent, usage, len(batch.works))
+            ledger = pool.finish(distinct) if visited == len(steps) else pool.abort()
+        except BaseException:
+            pool.abort()
+            raise
+        seconds = clock.seconds(visited, len(batch.works))
+    return PassReport(
+        tuple(seconds.sum(axis=0).tolist()),
+        tuple(seconds.sum(axis=1).tolist()),
+        usage.counts,
+        tuple(distinct),
+        ledger,
+    )
+
+
+def _visit(
+    batch: Pass,
+    runner: Runner,
+    pool: ExpertPool,
+    number: int,
+    step: streaming.Step,
+    notes: streaming.Notes,
+    clock: "_StepClock",
+) -> None:
+    """One layer on all chunks of the micro-batch."""
+    layer, works = step.layer, batch.works
+    resident = pool.resident[layer]
+    pool.issue_ahead(number)
+
+    def begin(index: int) -> Routing:
+        work = works[index]
+        states = batch.states[work.sequence]
+        work.streams, states[layer] = runner.attend(layer, work.streams, states[layer], work.chunk)
+        routing = runner.route(layer, work.streams, work.chunk)
+        notes.send(number * len(works) + index, layer, routing.ids)
+        clock.reached(routing.ids)
+        return routing
+
+    def end(index: int, routing: Routing, slots: jax.Array | None) -> None:
+        assert slots is not None  # a layer without residents has at least one wave
+        work = works[index]
+        work.streams = runner.finish(layer, work.streams, routing, slots)
+
+    if step.mode != "routed" and pool.waves(number) <= 1:
+        # One slab serves all chunks: each is finished before the next begins.
+        slab = pool.take(number, 0) if pool.waves(number) else None
+        for index in range(len(works)):
+            routing = begin(index)
+            slots = runner.experts(routing, resident, None) if resident else None
+            if slab is not None:
+                slots = runner.experts(routing, slab, slots)
+            end(index, routing, slots)
+        if slab is not None:
+            del slab
+            pool.computed(number, 0, runner.tick(works[-1].streams), routing.ids)
+        return
+    routings = [begin(index) for index in range(len(works))]
+    if step.mode == "routed":
+        pool.routed(number, np.concatenate([np.asarray(routing.ids) for routing in routings]))
+    # The residents' share is dispatched before the slabs are: it hides what is still on its way.
+    held = [runner.experts(routing, resident, None) if resident else None for routing in routings]
+    waves = pool.waves(number)
+    for wave in range(waves):
+        if wave:
+            pool.issue_ahead(number, wave)
+        slab = pool.take(number, wave)
+        for index, routing in enumerate(routings):
+            held[index] = runner.experts(routing, slab, held[index])
+        del slab
+        pool.computed(number, wave, runner.tick(held[-1]), routings[-1].ids)
+    for index, routing in enumerate(routings):
+        slots, held[index] = held[index], None
+        end(index, routing, slots)
+
+
+def _settle(
+    pool: ExpertPool,
+    steps: Sequence[streaming.Step],
+    notes: streaming.Notes,
+    usage: streaming.Usage,
+    works: int,
+) -> list[int]:
+    """Adds the notes up; returns the distinct experts of each step."""
+    counts = np.zeros((len(steps), usage.counts.shape[1]), np.int64)
+    for note in notes.drain():
+        usage.add(note)
+        counts[note.step // works] += note.counts(counts.shape[1])
+    for number, step in enumerate(steps):
+        missing = absent_experts(counts[number], pool.available(step))
+        if missing:
+            raise MissingExpertError(
+                f"step {number}, layer {step.layer}: experts {missing} were routed to but are "
+                f"neither resident nor moved in mode {step.mode!r}: this is a defect of the "
+                "streaming plan, its output holds NaN"
+            )
+    return np.count_nonzero(counts, axis=1).tolist()
+
+
+def plan_steps(
+    config: ModelConfig,
+    pool: ExpertPool,
+    mode: str,
+    first_layer: int,
+    tokens: Sequence[np.ndarray],
+    tables: Sequence[np.ndarray | None],
+) -> list[streaming.Step]:
+    """The steps of a pass over `tokens` (real ids of each chunk).
+
+    mode    "whole" or "routed"; hash layers of a routed pass are known exactly from the ids
+    tables  tid2eid of each hash layer, None for the others
+    """
+    steps = []
+    for layer in range(first_layer, config.num_hidden_layers):
+        table = tables[layer]
+        if mode == "whole" or not pool.plan.streams:
+            steps.append(streaming.Step(layer))
+        elif table is not None:
+            used = np.unique(np.concatenate([table[ids].reshape(-1) for ids in tokens]))
+            steps.append(streaming.Step(layer, "exact", tuple(used.tolist())))
+        else:
+            steps.append(streaming.Step(layer, "routed"))
+    return steps
+
+
+class _StepClock:
+    """Notes when the router of every (layer, chunk) has run, on a thread that only waits."""
+
+    def __init__(self) -> None:
+        self._began_s = time.perf_counter()
+        self._times: list[float] = []
+        self._arrays: queue.SimpleQueue[jax.Array | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._watch, name="step-clock", daemon=True)
+
+    def __enter__(self) -> "_StepClock":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._arrays.put(None)
+        self._thread.join()
+
+    def reached(self, array: jax.Array) -> None:
+        """A (layer, chunk) is over its router when `array` is ready."""
+        self._arrays.put(array)
+
+    def seconds(self, layers: int, works: int) -> np.ndarray:
+        """Seconds [layers, works] from one router to the next; the last one ends now."""
+        self.__exit__()
+        times = [self._began_s, *self._times[1:], time.perf_counter()]
+        return np.diff(np.asarray(times)).reshape(layers, works)
+
+    def _watch(self) -> None:
+        while (array := self._arrays.get()) is not None:
+            # Whoever waits for the outputs of the pass gets the error.
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(array)
+            self._times.append(time.perf_counter())

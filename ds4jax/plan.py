@@ -1,0 +1,222 @@
+"""Decides before a run what stays on the device, what is streamed, and in which order.
+
+Everything is priced in bytes before anything is allocated. Nothing here changes an output bit, and
+nothing here changes `config.prefill.chunk_tokens`.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+import streaming
+from ds4jax import admission
+from ds4jax.admission import PlanError
+from ds4jax.checkpoint import keys
+from ds4jax.checkpoint.source import TensorSource
+from ds4jax.config import ConfigError, ModelConfig, Numerics
+from ds4jax.experts import ExpertPlan, all_resident, default_window
+from ds4jax.run_config import RunConfig
+
+# Streams of a micro-batch may take this share of the memory that experts could have. Beyond it the
+# residents that they displace cost more traffic than a longer micro-batch saves.
+_ACTIVATION_SHARE = 0.25
+_UNKNOWN_PROMPT_TOKENS = 131_072  # what a micro-batch is sized for when no prompt is known yet
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a run is laid out on one device.
+
+    experts             residency and streaming
+    micro_batch_tokens  tokens that pass over the experts together; chunk_tokens = chunk-major
+    price               bytes by use, all of it on the device
+    store_bytes         experts in host memory
+    """
+
+    experts: ExpertPlan
+    micro_batch_tokens: int
+    price: admission.Price
+    store_bytes: int
+
+    @property
+    def order(self) -> str:
+        """How chunks and layers are nested."""
+        return "layer_major" if self.price.micro_batch_bytes else "chunk_major"
+
+
+def make_plan(
+    source: TensorSource,
+    config: RunConfig,
+    device: jax.Device,
+    prompt_tokens: int | None,
+    capacity: int,
+) -> Plan:
+    """Plans a run on `device`; raises PlanError with the missing bytes when nothing fits.
+
+    prompt_tokens  the longest prompt, if known
+    capacity       tokens that the state has room for
+    """
+    model, numerics = source.config, config.numerics.resolve()
+    infos = source.infos()
+    item = keys.expert_bytes(model, infos)
+    experts, layers = model.n_routed_experts, model.num_hidden_layers
+    base = admission.Price(
+        weights_bytes=keys.resident_bytes(model, infos),
+        state_bytes=admission.state_bytes(model, numerics, capacity),
+        workspace_bytes=admission.workspace_bytes(model, numerics, config.prefill.chunk_tokens),
+    )
+    available = admission.device_bytes(device)
+    if config.memory.device_bytes is not None:
+        available = min(available, config.memory.device_bytes)
+    everything = dataclasses.replace(base, resident_bytes=layers * experts * item)
+    options = config.streaming
+    asked = options.resident_fraction is not None or options.resident_bytes is not None
+    if not asked and options.order != "layer_major" and everything.total_bytes <= available:
+        return Plan(all_resident(model), config.prefill.chunk_tokens, everything, 0)
+    if device.platform == "cpu" and not asked and everything.total_bytes > available:
+        # Host and device memory are one: streaming would not make anything fit.
+        admission.require(everything, available, device, "this run")
+    room = available - base.total_bytes
+    if room < 0:
+        admission.require(base, available, device, "this run without routed experts")
+    return _with_streaming(
+        model, numerics, config, device, base, room, item, prompt_tokens or _UNKNOWN_PROMPT_TOKENS
+    )
+
+
+def _with_streaming(
+    model: ModelConfig,
+    numerics: Numerics,
+    config: RunConfig,
+    device: jax.Device,
+    base: admission.Price,
+    room: int,
+    item: int,
+    prompt_tokens: int,
+) -> Plan:
+    options, layers, experts = config.streaming, model.num_hidden_layers, model.n_routed_experts
+    per_layer, counts = None, None
+    if options.resident_fraction is not None or options.resident_bytes is not None:
+        per_layer = streaming.resident_per_layer(
+            layers,
+            experts,
+            item,
+            fraction=options.resident_fraction,
+            total_bytes=options.resident_bytes,
+        )
+    if options.resident_profile is not None:
+        try:
+            counts = streaming.load_profile(options.resident_profile, layers, experts)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"config.streaming.resident_profile: {error}") from None
+    tokens, activations = _micro_batch(model, numerics, config, prompt_tokens, room)
+    tier = options.tier
+    host = admission.host_bytes()
+    for attempt in ("ram", "disk") if tier == "auto" else (tier,):
+        window = default_window(attempt) if options.window is None else options.window
+        residency, slabs = choose_residency(
+            model,
+            item,
+            room - activations,
+            window=window,
+            slab_bytes=options.slab_bytes,
+            per_layer=per_layer,
+            counts=counts,
+        )
+        streamed = sum(map(len, residency.streamed)) * item
+        store = streamed if attempt == "ram" else 0
+        if attempt == "ram" and store > host and tier == "auto":
+            continue
+        if store > host:
+            raise PlanError(
+                f"{store} bytes of streamed experts do not fit in host memory, {host} bytes are "
+                "free: set config.streaming.tier='disk' or keep more experts on the device"
+            )
+        price = dataclasses.replace(
+            base,
+            resident_bytes=residency.resident_items * item,
+            slab_bytes=slabs or 0,
+            micro_batch_bytes=activations if tokens > config.prefill.chunk_tokens else 0,
+        )
+        plan = ExpertPlan(residency, attempt, options.window, slabs)
+        return Plan(plan, tokens, price, store)
+    raise AssertionError("one of the tiers was taken")
+
+
+def _micro_batch(
+    model: ModelConfig, numerics: Numerics, config: RunConfig, prompt_tokens: int, room: int
+) -> tuple[int, int]:
+    """Tokens of a micro-batch, and the bytes that they take between layers."""
+    chunk, options = config.prefill.chunk_tokens, config.streaming
+    if options.order == "chunk_major":
+        return chunk, 0
+    # Streams, and beside them the normed inputs and the slots where slabs come in waves.
+    rows = model.hc_mult + 1 + model.num_experts_per_tok
+    token_bytes = rows * model.hidden_size * numerics.dtype.itemsize
+    wanted = options.micro_batch_tokens
+    if wanted is None:
+        wanted = max(min(prompt_tokens, int(room * _ACTIVATION_SHARE) // token_bytes), chunk)
+        wanted = max(wanted // chunk, 1) * chunk if wanted < prompt_tokens else wanted
+    chunks = -(-wanted // chunk)
+    return chunks * chunk, chunks * chunk * token_bytes if chunks > 1 else 0
+
+
+def choose_residency(
+    config: ModelConfig,
+    item_bytes: int,
+    room_bytes: int,
+    *,
+    window: int,
+    slab_bytes: int | None = None,
+    per_layer: int | None = None,
+    counts: np.ndarray | None = None,
+) -> tuple[streaming.Residency, int | None]:
+    """Residents that leave room for the slabs of the window, and the bytes left for slabs.
+
+    room_bytes  device memory for experts: residents and slabs on their way
+    slab_bytes  limit of the slabs; None lets the residents leave what whole shares need, or a few
+                experts at a time if there is room for no more
+    per_layer   number of residents of every layer; None takes as many as fit
+    counts      integers [layers, experts]: how often each was used; None keeps the lowest ids
+    return      the residency and the slab budget (None when everything is resident)
+    Raises PlanError with the missing bytes when it does not fit.
+    """
+    layers, experts = config.num_hidden_layers, config.n_routed_experts
+    live = streaming.window.live_bound(window)
+
+    def slabs(residents: int) -> int:
+        whole = live * (experts - residents) * item_bytes
+        return whole if slab_bytes is None else min(slab_bytes, whole)
+
+    if per_layer is None:
+        fitting = (
+            n for n in range(experts, -1, -1) if layers * n * item_bytes + slabs(n) <= room_bytes
+        )
+        # Without room for whole shares nothing is resident and slabs come in waves.
+        per_layer = next(fitting, 0)
+    residency = streaming.even(layers, experts, per_layer, counts)
+    resident = layers * per_layer * item_bytes
+    if per_layer == experts:
+        if resident > room_bytes:
+            raise _no_room(resident, room_bytes, "all experts on the device")
+        return residency, None
+    # A partial slab is put together from pieces that are alive beside it.
+    smallest = 2 * live * item_bytes
+    left = room_bytes - resident
+    budget = left if slab_bytes is None else slab_bytes
+    if budget > left or budget < smallest:
+        raise _no_room(
+            resident + max(smallest, slab_bytes or 0),
+            room_bytes,
+            f"{per_layer} resident experts per layer and slabs for {live} experts in flight",
+        )
+    return residency, min(budget, 2 * live * (experts - per_layer) * item_bytes)
+
+
+def _no_room(needed: int, room: int, what: str) -> PlanError:
+    return PlanError(
+        f"{what} need {needed} bytes, {room} are left for experts, {needed - room} are missing: "
+        "lower config.streaming.resident_fraction (or resident_bytes), config.streaming.slab_bytes "
+        "or config.prefill.chunk_tokens"
+    )
