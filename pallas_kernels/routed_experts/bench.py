@@ -8,6 +8,7 @@ random; routing is uniform, or skewed so that the likeliest expert is 55 times t
 """
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import itertools
@@ -156,46 +157,55 @@ def time_ops(spec: specs.Spec, slab: ExpertSlab, implementation: str, log) -> li
     return results
 
 
-def candidates(rows: int) -> list[tiling.Tiling]:
-    """Block shapes worth timing for tiles of `rows` routed rows."""
+def candidates(rows: int, matrices: int) -> list[tiling.Tiling]:
+    """Block shapes worth timing for tiles of `rows` rows and `matrices` weights at a time."""
     found = []
-    for out, step, warps, stages in itertools.product((64, 128), (64, 128, 256), (4, 8), (2, 3, 4)):
-        copied = stages * (rows * step * 2 + out * step)  # x in bf16, gate and up codes
-        if copied <= support.PORTABLE_SHARED_MEMORY and rows * out // (32 * warps) <= 64:
+    steps = (128, 256) if rows <= 32 else (64, 128)
+    for out, step, warps, stages in itertools.product((64, 128), steps, (4, 8), (2, 3, 4)):
+        copied = stages * (rows * step * 2 + matrices * out * step // 2)  # bf16 x, FP4 codes
+        sums = rows * matrices * out // (32 * warps)  # float32 registers of a thread
+        if 0.2 < copied / support.PORTABLE_SHARED_MEMORY <= 0.97 and sums <= 128:
             found.append(tiling.Tiling(out, rows, step, warps, stages))
     return found
 
 
+# Average rows per expert up to which a set of tile sizes is used, and the tokens it is tuned with.
+BUCKETS = {"16": ((16,), 128), "64": ((128, 64), 2048), "128": ((128, 64), 8192)}
+
+
 def tune(spec: specs.Spec, slab: ExpertSlab, log) -> dict:
-    """The fastest tiling of each product for each number of rows a tile can have."""
+    """The fastest blocks of each product, for each bucket of `tiling.choose`."""
     where = jnp.arange(spec.experts, dtype=jnp.int32)
     table: dict[str, dict] = {}
-    for rows, tokens in ((16, 128), (32, 1024), (64, 2048), (128, 8192)):
+    for bucket, (sizes, tokens) in BUCKETS.items():
         x, ids, weights = make_inputs(spec, tokens, "uniform")
         order = jax.jit(ordering.order_rows, static_argnums=2)(ids, where, spec.experts)
-        tiles = jax.jit(ordering.row_tiles, static_argnums=(1, 2, 3))(order, 0, spec.experts, rows)
         h = jax.random.normal(jax.random.key(2), (ids.size, spec.expert_width), jnp.bfloat16)
         slots = jnp.zeros((ids.size, spec.hidden), jnp.bfloat16)
         options = {"k": spec.experts_per_token, "limit": spec.swiglu_limit, "interpret": False}
-        best: dict[str, tuple[float, dict]] = {}
-        for blocks in candidates(rows):
-            products = {
-                "gate_up": (
-                    functools.partial(portable.gate_up, tiling=blocks, **options),
-                    (x, weights.reshape(-1), order, tiles, slab),
-                ),
-                "down": (
-                    functools.partial(portable.down, tiling=blocks, interpret=False),
-                    (h, order, tiles, slab, slots),
-                ),
-            }
-            for name, (function, operands) in products.items():
-                timing = bench.measure(jax.jit(function), *operands, runs=5, calls_per_run=2)
-                fields = {field: getattr(blocks, field) for field in blocks.__dataclass_fields__}
-                log(f"{name} {timing.median_s * 1e3:.3f} ms {fields}")
-                if name not in best or timing.median_s < best[name][0]:
-                    best[name] = (timing.median_s, fields)
-        table[str(rows)] = {name: fields for name, (_, fields) in best.items()}
+        # The size that the bucket is named after sets the step.
+        table[bucket] = {}
+        for name, matrices in (("gate_up", 2), ("down", 1)):
+            chosen: dict[int, tiling.Tiling] = {}
+            for rows in sorted(sizes, key=lambda size: size != int(bucket)):
+                tiles = jax.jit(ordering.row_tiles, static_argnums=(1, 2, 3))(
+                    order, 0, spec.experts, (rows,)
+                )[0]
+                best = np.inf
+                for blocks in candidates(rows, matrices):
+                    if chosen and blocks.step != next(iter(chosen.values())).step:
+                        continue
+                    if name == "gate_up":
+                        run = functools.partial(portable.gate_up, tiling=blocks, **options)
+                        operands = (x, weights.reshape(-1), order, tiles, slab, None)
+                    else:
+                        run = functools.partial(portable.down, tiling=blocks, interpret=False)
+                        operands = (h, order, tiles, slab, slots)
+                    timing = bench.measure(jax.jit(run), *operands, runs=5, calls_per_run=2)
+                    log(f"{tokens} tokens, {name}: {timing.median_s * 1e3:.3f} ms {blocks}")
+                    if timing.median_s < best:
+                        best, chosen[rows] = timing.median_s, blocks
+            table[bucket][name] = [dataclasses.asdict(chosen[size]) for size in sizes]
     return {f"{spec.hidden}x{spec.expert_width}": table}
 
 

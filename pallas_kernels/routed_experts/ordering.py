@@ -52,20 +52,38 @@ class RowTiles:
     count: jax.Array
 
 
-def row_tiles(order: RowOrder, first: int, experts: int, size: int) -> RowTiles:
-    """Tiles of the experts [first, first + experts) of the concatenated slabs.
+def row_tiles(
+    order: RowOrder, first: int, experts: int, sizes: tuple[int, ...]
+) -> tuple[RowTiles, ...]:
+    """Tiles of the experts [first, first + experts) of the concatenated slabs, a table per size.
 
-    The table has room for every routing: rows // size full tiles and one partial tile per expert.
+    `sizes` decrease. The rows of an expert fill tiles of the first size, and what is left over goes
+    to the next size if it fits one of its tiles. The tables have room for every routing.
     """
-    rows = order.rows.size
-    capacity = rows // size + min(experts, rows)
     starts = order.starts[first : first + experts + 1]
-    needed = (jnp.diff(starts) + (size - 1)) // size
+    left, rows = jnp.diff(starts), order.rows.size
+    position = starts[:-1]
+    tables = []
+    for size, smaller in zip(sizes, (*sizes[1:], 0), strict=True):
+        needed = (left + (size - 1 - smaller)) // size
+        # Full tiles, and one partial tile of more than `smaller` rows per expert.
+        capacity = rows // size + min(experts, rows // (smaller + 1))
+        if tables:
+            capacity = min(experts, rows)
+        tables.append(_table(position, left, needed, size, capacity))
+        done = jnp.minimum(needed * size, left)
+        position, left = position + done, left - done
+    return tuple(tables)
+
+
+def _table(position, left, needed, size, capacity) -> RowTiles:
+    """`needed[e]` tiles of `size` rows from `position[e]` on, `left[e]` rows at most."""
+    experts = left.size
     ends = jnp.cumsum(needed)
     tile = jnp.arange(capacity, dtype=jnp.int32)
     expert = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
     used = expert < experts
     expert = jnp.minimum(expert, experts - 1)
-    start = starts[expert] + (tile - (ends - needed)[expert]) * size
-    count = jnp.where(used, jnp.minimum(starts[expert + 1] - start, size), 0)
-    return RowTiles(expert, start, count)
+    offset = (tile - (ends - needed)[expert]) * size
+    count = jnp.where(used, jnp.minimum(left[expert] - offset, size), 0)
+    return RowTiles(expert, position[expert] + offset, count)

@@ -70,26 +70,35 @@ def expert_slots(
     flat_weights = weights.reshape(-1)
     first = 0
     for slab in (piece for whole in slabs for piece in addressable(whole)):
-        tiles = row_tiles(order, first, slab.experts, tiling.gate_up.rows)
+        tables = row_tiles(order, first, slab.experts, tiling.sizes)
         first += slab.experts
-        inputs = x if slab.format == "bf16" else paired
-        h = gate_up(
-            inputs,
-            flat_weights,
-            order,
-            tiles,
-            slab,
-            k=k,
-            limit=limit,
-            tiling=_fit(tiling.gate_up, slab.width, hidden),
-            interpret=interpret,
-        )
+        inputs, h = x if slab.format == "bf16" else paired, None
+        for tiles, blocks in zip(tables, tiling.gate_up, strict=True):
+            h = gate_up(
+                inputs,
+                flat_weights,
+                order,
+                tiles,
+                slab,
+                h,
+                k=k,
+                limit=limit,
+                tiling=_fit(blocks, slab.width, hidden),
+                interpret=interpret,
+            )
         if quantize_input:
             # Blocks of 128 channels hold the same channels in either order.
             h = codecs.fake_quant_fp8(h, 128)
-        out = down(
-            h, order, tiles, slab, out, _fit(tiling.down, hidden, slab.width), interpret=interpret
-        )
+        for tiles, blocks in zip(tables, tiling.down, strict=True):
+            out = down(
+                h,
+                order,
+                tiles,
+                slab,
+                out,
+                tiling=_fit(blocks, hidden, slab.width),
+                interpret=interpret,
+            )
     if slots is None:
         out = fill_unserved(out, ids.reshape(-1), order, interpret=interpret)
     return out.reshape(tokens, k, hidden)
@@ -129,11 +138,13 @@ def _fit(tiling: Tiling, out: int, contraction: int) -> Tiling:
     )
 
 
-def gate_up(x, weights, order: RowOrder, tiles: RowTiles, slab, *, k, limit, tiling, interpret):
-    """h [R, F] in sorted row order, channels in pair order for FP4; unserved rows are undefined."""
-    kernel = functools.partial(_gate_up_kernel, k=k, limit=limit, tiling=tiling)
+def gate_up(x, weights, order: RowOrder, tiles, slab, h, *, k, limit, tiling, interpret):
+    """h [R, F], or a new array when None, with the rows of `tiles` filled in.
+
+    Rows are in sorted order, channels in pair order for FP4; rows of no tile are undefined.
+    """
     return _call(
-        kernel,
+        functools.partial(_gate_up_kernel, k=k, limit=limit, tiling=tiling),
         "routed_experts_gate_up",
         jax.ShapeDtypeStruct((order.rows.size, slab.width), x.dtype),
         (x, weights, order.rows, tiles.expert, tiles.start, tiles.count),
@@ -141,23 +152,22 @@ def gate_up(x, weights, order: RowOrder, tiles: RowTiles, slab, *, k, limit, til
         (slab.width // tiling.out, tiles.expert.size),
         tiling,
         interpret,
+        into=h,
     )
 
 
-def down(h, order: RowOrder, tiles: RowTiles, slab, slots, tiling, *, interpret):
-    """slots [R, D], or a new array when None, with the rows of this slab's experts filled in."""
-    kernel = functools.partial(_down_kernel, tiling=tiling)
-    operands = (h, order.rows, tiles.expert, tiles.start, tiles.count)
+def down(h, order: RowOrder, tiles: RowTiles, slab, slots, *, tiling, interpret):
+    """slots [R, D], or a new array when None, with the rows of `tiles` filled in."""
     return _call(
-        kernel,
+        functools.partial(_down_kernel, tiling=tiling),
         "routed_experts_down",
         jax.ShapeDtypeStruct((order.rows.size, slab.hidden), h.dtype),
-        operands if slots is None else (*operands, slots),
+        (h, order.rows, tiles.expert, tiles.start, tiles.count),
         (slab.down, slab.down_scale),
         (slab.hidden // tiling.out, tiles.expert.size),
         tiling,
         interpret,
-        aliases={} if slots is None else {len(operands): 0},
+        into=slots,
     )
 
 
@@ -169,27 +179,32 @@ def fill_unserved(slots, ids, order: RowOrder, *, interpret):
         functools.partial(_fill_kernel, block=block),
         "routed_experts_fill",
         jax.ShapeDtypeStruct(slots.shape, slots.dtype),
-        (order.rows, order.starts, ids, slots),
+        (order.rows, order.starts, ids),
         (),
         (hidden // block[1], pl.cdiv(rows, block[0])),
         Tiling(out=64, rows=64, step=64, warps=8, stages=1),
         interpret,
-        aliases={3: 0},
+        into=slots,
     )
 
 
-def _call(
-    kernel, name, out_shape, operands, weight, grid, tiling, interpret, aliases=None
-) -> jax.Array:
-    """Runs `kernel(out, *operands)`, with `weight=` its codes and scales, on whole arrays."""
-    arrays = [array for array in weight if array is not None]
+def _call(kernel, name, out_shape, operands, weight, grid, tiling, interpret, *, into) -> jax.Array:
+    """Runs `kernel(out, *operands)`, with `weight=` its codes and scales, on whole arrays.
+
+    The result is a new array when `into` is None, or else that array, written in place.
+    """
+    arrays = (*operands, *(array for array in weight if array is not None))
+    aliases = {}
+    if into is not None:
+        aliases = {len(arrays): 0}
+        arrays = (*arrays, into)
 
     def named(*refs):
-        inputs, weight_refs = refs[: len(operands)], refs[len(operands) : -1]
-        if not weight_refs:
+        inputs = refs[: len(operands)]
+        if not weight:
             return kernel(refs[-1], *inputs)
-        codes, scales = (*weight_refs, None)[:2]
-        reader = _Weight(codes, scales, tiling.step, interpret)
+        codes, scales = refs[len(operands)], refs[len(operands) + 1]
+        reader = _Weight(codes, None if weight[1] is None else scales, tiling.step, interpret)
         return kernel(refs[-1], *inputs, weight=reader)
 
     named.__name__ = name  # the name of the compiled kernel
@@ -198,10 +213,10 @@ def _call(
         grid=grid,
         out_shape=out_shape,
         compiler_params=plt.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
-        input_output_aliases=aliases or {},
+        input_output_aliases=aliases,
         interpret=interpret,
         name=name,
-    )(*operands, *arrays)
+    )(*arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,11 +308,10 @@ def _down_kernel(
     expert_ref,
     start_ref,
     count_ref,
-    *slots_ref,  # the same buffer as out_ref
+    *,
     weight: _Weight,
     tiling: Tiling,
 ):
-    del slots_ref
     block, tile = pl.program_id(0), pl.program_id(1)
     count = count_ref[tile]
     rows, width = h_ref.shape
@@ -315,8 +329,7 @@ def _down_kernel(
         plt.store(out_ref.at[target[:, None], column[None, :]], y, mask=valid[:, None])
 
 
-def _fill_kernel(out_ref, rows_ref, starts_ref, ids_ref, slots_ref, *, block):
-    del slots_ref  # the same buffer as out_ref
+def _fill_kernel(out_ref, rows_ref, starts_ref, ids_ref, *, block):
     (rows, columns), total = block, rows_ref.shape[0]
     first_column = pl.program_id(0) * columns
     start = starts_ref[starts_ref.shape[0] - 1] + pl.program_id(1) * rows

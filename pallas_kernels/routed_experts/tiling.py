@@ -37,14 +37,28 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class LayerTiling:
-    """Blocks of both products of a layer; `rows` is the same, they share the table of row tiles."""
+    """Blocks of both products of a layer, one pair per size of row tiles, largest size first.
 
-    gate_up: Tiling
-    down: Tiling
+    The products of a pair share a table of row tiles, so their `rows` are equal. All sizes have the
+    `step` of the first: it decides the order of sums, and a row must get the same bits in any tile.
+    """
+
+    gate_up: tuple[Tiling, ...]
+    down: tuple[Tiling, ...]
 
     def __post_init__(self) -> None:
-        if self.gate_up.rows != self.down.rows:
+        sizes = self.sizes
+        if not sizes or sizes != tuple(blocks.rows for blocks in self.down):
             raise ValueError(f"{self}: expected the same rows in both products")
+        if list(sizes) != sorted(set(sizes), reverse=True):
+            raise ValueError(f"{self}: expected decreasing rows")
+        for product in (self.gate_up, self.down):
+            if len({blocks.step for blocks in product}) > 1:
+                raise ValueError(f"{self}: expected one step for all sizes of a product")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(blocks.rows for blocks in self.gate_up)
 
 
 def choose(
@@ -55,17 +69,20 @@ def choose(
     Nothing else may enter: which experts are present, or measured times, would make the result's
     bits depend on them.
     """
-    average = tokens * experts_per_token // max(experts, 1)
-    bucket = max(16, min(128, 1 << max(average - 1, 0).bit_length()))
+    average = tokens * experts_per_token / max(experts, 1)
+    bucket = next((size for size in (16, 32, 64) if average <= size), 128)
     table = _table(device_kind.lower().replace(" ", "_"))
     found = table.get(f"{hidden}x{width}", {}).get(str(bucket))
     if found is not None:
-        return LayerTiling(Tiling(**found["gate_up"]), Tiling(**found["down"]))
-    gate_up = Tiling(out=64, rows=bucket, step=64, warps=4, stages=3)
-    return LayerTiling(gate_up, dataclasses.replace(gate_up, out=128 if hidden % 128 == 0 else 64))
+        products = (
+            tuple(Tiling(**blocks) for blocks in found[name]) for name in ("gate_up", "down")
+        )
+        return LayerTiling(*products)
+    blocks = Tiling(out=64, rows=bucket, step=64, warps=4, stages=3)
+    return LayerTiling((blocks,), (dataclasses.replace(blocks, out=128),))
 
 
 @functools.cache
-def _table(device_kind: str) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
+def _table(device_kind: str) -> dict[str, dict[str, dict[str, list[dict[str, int]]]]]:
     file = importlib.resources.files("pallas_kernels") / "tuned" / f"{device_kind}.json"
     return json.loads(file.read_text())["routed_experts"] if file.is_file() else {}

@@ -259,7 +259,15 @@ class ReferenceRegroupingTest(RegroupingMixin, parameterized.TestCase):
 
 class PortableRegroupingTest(RegroupingMixin, parameterized.TestCase):
     options = MappingProxyType({"implementation": "portable", "interpret": True})
-    shape = MappingProxyType({"tokens": 20, "hidden": 128, "expert_width": 64})
+    shape = MappingProxyType({"tokens": 40, "hidden": 128, "expert_width": 64})
+
+    def setUp(self):
+        # Two sizes of row tiles, so that rows change between them when the token order changes.
+        blocks = tiling.Tiling(out=64, rows=32, step=64, warps=4, stages=2)
+        both = (blocks, dataclasses.replace(blocks, rows=16))
+        patch = mock.patch.object(tiling, "choose", return_value=tiling.LayerTiling(both, both))
+        self.enter_context(patch)
+        super().setUp()
 
 
 class RoutingTest(parameterized.TestCase):
@@ -414,34 +422,48 @@ def lower_for_cuda(spec, tokens, weights_format, split):
 
 
 class RowTilesTest(parameterized.TestCase):
-    @parameterized.product(size=(1, 4, 16), tokens=(1, 13))
-    def test_tiles_cover_every_row_of_the_slab_once(self, size, tokens):
-        rng = np.random.default_rng(size * 100 + tokens)
+    @parameterized.product(sizes=((1,), (16,), (4, 2), (16, 8, 1)), tokens=(1, 40))
+    def test_tiles_cover_every_row_of_the_slab_once(self, sizes, tokens):
+        rng = np.random.default_rng(len(sizes) * 100 + tokens)
         ids = rng.integers(-1, 7, (tokens, 3)).astype("i4")
         where = np.array([4, -1, 0, 1, 5, 2, 3], "i4")
         order = ordering.order_rows(ids, where, 6)
+        rows = np.asarray(order.rows)
         for first, experts in ((0, 6), (2, 3)):
-            tiles = ordering.row_tiles(order, first, experts, size)
+            tables = jax.jit(ordering.row_tiles, static_argnums=(1, 2, 3))(
+                order, first, experts, sizes
+            )
             found = {}
-            for expert, start, count in zip(tiles.expert, tiles.start, tiles.count, strict=True):
-                self.assertLessEqual(count, size)
-                for row in order.rows[int(start) : int(start + count)].tolist():
-                    self.assertNotIn(row, found)
-                    found[row] = int(expert) + first
+            for tiles, size in zip(tables, sizes, strict=True):
+                fields = (tiles.expert, tiles.start, tiles.count)
+                for expert, start, count in zip(*map(np.asarray, fields), strict=True):
+                    self.assertLessEqual(count, size)
+                    for row in rows[start : start + count].tolist():
+                        self.assertNotIn(row, found)
+                        found[row] = expert + first
             wanted = {
-                row: int(where[id])
+                row: where[id]
                 for row, id in enumerate(ids.reshape(-1).tolist())
                 if id >= 0 and first <= where[id] < first + experts
             }
             self.assertEqual(found, wanted)
 
+    def test_leftovers_take_the_smallest_tile_that_holds_them(self):
+        counts = [0, 64, 65, 128, 130, 200, 256]
+        starts = np.cumsum([0, *counts]).astype("i4")
+        order = ordering.RowOrder(jnp.arange(starts[-1], dtype=jnp.int32), jnp.asarray(starts))
+        large, small = ordering.row_tiles(order, 0, len(counts), (128, 64))
+        used = [np.asarray(table.expert)[np.asarray(table.count) > 0] for table in (large, small)]
+        self.assertEqual(used[0].tolist(), [2, 3, 4, 5, 5, 6, 6])
+        self.assertEqual(used[1].tolist(), [1, 4])
+
 
 class TilingTest(parameterized.TestCase):
     def test_depends_on_the_average_number_of_rows_only(self):
         choose = functools.partial(tiling.choose, "another device", 4096, 2048)
-        self.assertEqual(choose(1, 6, 256).gate_up.rows, 16)
-        self.assertEqual(choose(2048, 6, 256).gate_up.rows, 64)
-        self.assertEqual(choose(32768, 6, 256).down.rows, 128)
+        self.assertEqual(choose(1, 6, 256).sizes, (16,))
+        self.assertEqual(choose(2048, 6, 256).sizes, (64,))
+        self.assertEqual(choose(32768, 6, 256).sizes, (128,))
 
     def test_table_of_the_device_is_used(self):
         tuned = tiling.choose("NVIDIA H200", 4096, 2048, 8192, 6, 256)
@@ -453,8 +475,17 @@ class TilingTest(parameterized.TestCase):
         for change in ({"out": 96}, {"rows": 8}, {"step": 32}, {"warps": 3}, {"stages": 0}):
             with pytest.raises(ValueError, match=next(iter(change))):
                 tiling.Tiling(**(good | change))
-        with pytest.raises(ValueError, match="same rows"):
-            tiling.LayerTiling(tiling.Tiling(**good), tiling.Tiling(**(good | {"rows": 32})))
+        one, two, stepped = (
+            tiling.Tiling(**(good | change))
+            for change in ({}, {"rows": 32}, {"rows": 32, "step": 128})
+        )
+        for gate_up, down, text in (
+            ((one,), (two,), "same rows"),
+            ((one, two), (one, two), "decreasing"),
+            ((stepped, one), (two, one), "one step"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                tiling.LayerTiling(gate_up, down)
 
 
 class CombineTest(parameterized.TestCase):
