@@ -187,7 +187,7 @@ def test_report_names_the_setting_and_adds_up(engine, whole):
     assert report.tokens_read == sum(chunk.tokens for chunk in report.chunks) == len(IDS)
     assert [chunk.position for chunk in report.chunks] == [0, 48, 96, 144]
     assert report.seconds == pytest.approx(sum(chunk.seconds for chunk in report.chunks))
-    assert report.state_bytes == engine.needed.state_bytes
+    assert report.state_bytes == engine.plan.price.state_bytes
     assert not report.interrupted
 
 
