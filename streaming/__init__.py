@@ -18,8 +18,8 @@ layers, layers are visited in steps, and a step's slab has to be on the device w
                 if wave:
                     streamer.issue_ahead(step, wave)
                 slab = streamer.take(step, wave)
-                slots = experts(routing, slab.arrays, slab.where, slots)
-                streamer.computed(step, slots[0, 0, 0], wave, reached=routing.ids)
+                slots, done = experts(routing, slab.arrays, slab.where, slots)
+                streamer.computed(step, done, wave, reached=routing.ids)
         ledger = streamer.finish()
 
 Where only the items that the router asks for shall move, the step is Step(layer, "routed"), and
@@ -27,7 +27,8 @@ Where only the items that the router asks for shall move, the step is Step(layer
 are Step(layer, "exact", items).
 
 Host values given to a program between `issue_ahead` and the end of the step are copies of their
-own and wait in line behind the slabs: put positions, tables and scalars on the device beforehand.
+own and wait in line behind the slabs: put positions, tables and scalars on the device beforehand,
+and let programs return small outputs such as `done` (indexing an array outside sends the index).
 
 Modules: slab (layout), store (host memory), numa, pinned (page-locking), disk (readers and the
 ring), window (arithmetic), residency (which items stay), link (host to device), uploader and

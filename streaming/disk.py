@@ -251,6 +251,21 @@ def open_reader(kind: ReaderKind) -> Reader:
     return READERS[kind]()
 
 
+def _joined(sources: Sequence[tuple[int, FileRange]]) -> list[tuple[int, FileRange]]:
+    """Ranges that continue each other as one, up to the size of a task, with their last item."""
+    joined: list[tuple[int, FileRange]] = []
+    for item, source in sources:
+        if joined:
+            last = joined[-1][1]
+            nbytes = last.nbytes + source.nbytes
+            continues = (last.path, last.offset + last.nbytes) == (source.path, source.offset)
+            if continues and nbytes <= _TASK_BYTES:
+                joined[-1] = (item, FileRange(last.path, last.offset, nbytes))
+                continue
+        joined.append((item, source))
+    return joined
+
+
 class _Slot(NamedTuple):
     block: np.ndarray
     generation: list[int]  # counts the uses; a request remembers which use was its own
@@ -416,11 +431,17 @@ class DiskRing:
             with self._monitor.changed:
                 self._tasks.clear()
                 self._monitor.changed.notify_all()
-        for worker in self._workers:
-            worker.join()
+            deadline = time.monotonic() + self._monitor.timeout_s
+            for worker in self._workers:
+                worker.join(max(deadline - time.monotonic(), 0))
+        if any(worker.is_alive() for worker in self._workers):
+            # Its memory and files stay: the read may still return.
+            log.warning("disk: a read does not end, its slot stays in memory")
+            return
         self._workers.clear()
         self._reader.close()
-        self._pinner.close()
+        for block in self._blocks:
+            self._pinner.unpin(block.ctypes.data)
         self._free.clear()
         self._blocks = []
 
@@ -457,21 +478,25 @@ class DiskRing:
         tasks = []
         views = self.layout.carve(request.slot.block, len(request.items))
         for component, view in zip(self.layout.components, views, strict=True):
-            for row, item in enumerate(request.items):
-                out = view[row].reshape(-1).view(np.uint8)
-                done = 0
-                for source in self._locate(request.layer, item, component.name):
-                    for start in range(0, source.nbytes, _TASK_BYTES):
-                        nbytes = min(_TASK_BYTES, source.nbytes - start)
-                        part = FileRange(source.path, source.offset + start, nbytes)
-                        target = out[done + start : done + start + nbytes]
-                        tasks.append(_Task(request, item, component.name, part, target))
-                    done += source.nbytes
-                if done != component.nbytes:
+            out = view.reshape(-1).view(np.uint8)
+            sources: list[tuple[int, FileRange]] = []
+            for item in request.items:
+                found = self._locate(request.layer, item, component.name)
+                nbytes = sum(source.nbytes for source in found)
+                if nbytes != component.nbytes:
                     raise ReadError(
-                        f"{component.name} of item {item}, layer {request.layer} has {done} bytes "
-                        f"in files, expected {component.nbytes}"
+                        f"{component.name} of item {item}, layer {request.layer} has {nbytes} "
+                        f"bytes in files, expected {component.nbytes}"
                     )
+                sources.extend((item, source) for source in found)
+            done = 0
+            for item, source in _joined(sources):
+                for start in range(0, source.nbytes, _TASK_BYTES):
+                    nbytes = min(_TASK_BYTES, source.nbytes - start)
+                    part = FileRange(source.path, source.offset + start, nbytes)
+                    target = out[done + start : done + start + nbytes]
+                    tasks.append(_Task(request, item, component.name, part, target))
+                done += source.nbytes
         return tasks
 
     def _work(self) -> None:

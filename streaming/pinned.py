@@ -155,21 +155,28 @@ class Pinner:
                 tuple(self._errors),
             )
 
-    def close(self) -> None:
-        """Unlocks everything; no copy may be under way."""
+    def unpin(self, address: int) -> None:
+        """Unlocks the range that begins at `address`, if it is locked; no copy may use it."""
         if self._driver is None:
             return
         self.wait()
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-        for address in list(self._pinned):
+        with self._lock:
+            locked = self._pinned.pop(address, None) is not None
+        if locked:
             try:
                 self._driver.unregister(address)
             except PinError as error:
                 log.warning("pinned: memory at %#x stays page-locked: %s", address, error)
-            del self._pinned[address]
+
+    def close(self) -> None:
+        """Unlocks everything that is left and ends the thread."""
+        self.wait()
+        for address in list(self._pinned):
+            self.unpin(address)
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
 
     def _work(self) -> None:
         assert self._driver is not None

@@ -146,6 +146,18 @@ class HostStore:
                         f"{type(error).__name__}: {error}"
                     ) from error
 
+        def finish(layer: int, jobs: list[concurrent.futures.Future[None]]) -> None:
+            for job in jobs:
+                job.result()
+            if stop.is_set():  # a later layer failed; its jobs raise
+                return
+            for view in self._views[layer]:
+                # From here on a copy may read it at any time.
+                view.flags.writeable = False
+            if pin:
+                self._pin(layer)
+            on_layer(layer)
+
         with concurrent.futures.ThreadPoolExecutor(workers, "stream-fill") as pool:
             # Two layers at a time keep all threads busy across the border between them.
             pending: collections.deque[tuple[int, list[concurrent.futures.Future[None]]]]
@@ -154,25 +166,9 @@ class HostStore:
                 jobs = [pool.submit(fill_item, layer, *pair) for pair in enumerate(items)]
                 pending.append((layer, jobs))
                 if len(pending) == 2:
-                    self._finish(*pending.popleft(), pin, on_layer)
+                    finish(*pending.popleft())
             while pending:
-                self._finish(*pending.popleft(), pin, on_layer)
-
-    def _finish(
-        self,
-        layer: int,
-        jobs: list[concurrent.futures.Future[None]],
-        pin: bool,
-        on_layer: Callable[[int], None],
-    ) -> None:
-        for job in jobs:
-            job.result()
-        for view in self._views[layer]:
-            # From here on a copy may read it at any time.
-            view.flags.writeable = False
-        if pin:
-            self._pin(layer)
-        on_layer(layer)
+                finish(*pending.popleft())
 
     def pin(self) -> None:
         """Queues all layers for page-locking; for a store that was filled without."""
@@ -218,6 +214,7 @@ class HostStore:
 
     def close(self) -> None:
         """Unlocks the memory and lets go of it; no copy may be under way."""
-        self._pinner.close()
+        for block in self._blocks:
+            self._pinner.unpin(block.ctypes.data)
         self._blocks = [np.empty(0, np.uint8)] * self.layout.layers
         self._views = [()] * self.layout.layers

@@ -195,8 +195,10 @@ class Streamer:
                 else f"routed({step}): no routed step is left"
             )
         layer = run.steps[step].layer
-        used = np.unique(np.asarray(ids))
-        used = self.layout.check_items(layer, used[used >= 0].tolist())
+        flat = np.asarray(ids).reshape(-1)
+        if (most := int(flat.max(initial=-1))) >= self.layout.items:
+            self.layout.check_items(layer, [most])
+        used = np.flatnonzero(np.bincount(flat[flat >= 0], minlength=self.layout.items)).tolist()
         run.distinct[step] = len(used)
         wanted = frozenset(used)
         self._add_step(step, tuple(item for item in self.items[layer] if item in wanted))

@@ -147,7 +147,13 @@ class Uploader:
         if unit.direct:
             (arrays,) = unit.pieces
         else:
-            arrays = self.link.assemble(self.layout, unit.rows, unit.pieces)
+            try:
+                arrays = self.link.assemble(self.layout, unit.rows, unit.pieces)
+            except Exception as error:
+                raise StreamError(
+                    f"the slab of {unit}, {unit.rows} rows, could not be put together: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
         names = (component.name for component in self.layout.components)
         unit.slab = Slab(
             unit.step,
@@ -245,7 +251,6 @@ class Uploader:
             self.peak_units = max(self.peak_units, self.live_units)
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             unit.tail = self.last_computed
-            self._watched += 1
         table = np.full(self.layout.items, -1, np.int32)
         table[list(unit.items)] = np.arange(len(unit.items), dtype=np.int32)
         put: list[list[Any]] = []
@@ -272,6 +277,7 @@ class Uploader:
             with self.monitor.changed:
                 unit.state = "issued"
                 self.issued += 1
+                self._watched += 1
                 self._event("issue", unit)
             # Also after a failure: a slot that the device still reads must not be refilled.
             self._copies.put((unit, (unit.where, *put)))
@@ -330,9 +336,11 @@ class Uploader:
             job = arrays = None
             with self.monitor.changed:
                 unit.copied, unit.copied_s = True, self.clock()
-                if unit.request is not None:
-                    assert self.ring is not None
-                    self.ring.release(unit.request)
+                if unit.request is not None and self.ring is not None:
+                    try:
+                        self.ring.release(unit.request)
+                    except RuntimeError as error:
+                        failure = failure or error
                 if failure is not None:
                     self.monitor.fail_locked(failure)
                 self._watched -= 1

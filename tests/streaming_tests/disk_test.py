@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -175,5 +176,62 @@ def test_slots_are_locked_and_unlocked(tmp_path):
     made = DiskRing(LAYOUT, testing.write_files(LAYOUT, tmp_path), rows=4, slots=3, pinner=pinner)
     pinner.wait()
     assert made.registered_bytes == made.nbytes == 3 * LAYOUT.block_bytes(4)
+    pinner.pin_soon(1 << 40, PAGE_BYTES)
+    pinner.wait()
     made.close()
+    # Ranges of others stay locked: a store and a ring may share the thread that locks.
+    assert driver.locked == {1 << 40: PAGE_BYTES}
+    pinner.close()
     assert driver.locked == {}
+
+
+def test_neighbouring_ranges_are_read_at_once(tmp_path):
+    """Slab files keep a component's items side by side: one read for as many as a task holds."""
+    path = tmp_path / "codes.bin"
+    codes = [testing.content(LAYOUT, 0, item, "codes") for item in range(6)]
+    path.write_bytes(b"".join(values.tobytes() for values in codes))
+    scattered = testing.write_files(LAYOUT, tmp_path)
+
+    def locate(layer, item, component):
+        if component == "codes":
+            return [FileRange(str(path), 15 * item, 15)]
+        return scattered(layer, item, component)
+
+    ranges = []
+
+    class Counted(PreadReader):
+        def read(self, source, out):
+            ranges.append(source)
+            return super().read(source, out)
+
+    made = DiskRing(LAYOUT, locate, rows=6, slots=1, reader=Counted())
+    made.attach(Monitor(20), Trace())
+    (request,) = ask(made, (0, (0, 1, 2, 4, 5)))
+    made._monitor.wait(lambda: request.filled, "the unit")
+    read = sorted(source[1:] for source in ranges if source.path == str(path))
+    assert read == [(0, 45), (60, 30)]
+    (piece,) = made.pieces(request)
+    np.testing.assert_array_equal(piece.arrays[0], np.stack([codes[n] for n in (0, 1, 2, 4, 5)]))
+    with made._monitor.changed:
+        made.release(request)
+    made.close()
+
+
+def test_closing_does_not_wait_for_ever_for_a_read(tmp_path, caplog):
+    begun, release = threading.Event(), threading.Event()
+
+    class Stuck(PreadReader):
+        def read(self, source, out):
+            begun.set()
+            release.wait()
+            return super().read(source, out)
+
+    made = DiskRing(
+        LAYOUT, testing.write_files(LAYOUT, tmp_path), rows=6, slots=1, reader=Stuck(), threads=1
+    )
+    made.attach(Monitor(0.05), Trace())
+    ask(made, (0, (0,)))
+    begun.wait()
+    made.close()
+    assert "a read does not end" in caplog.text
+    release.set()
