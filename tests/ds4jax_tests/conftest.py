@@ -16,6 +16,7 @@ import pytest
 
 from ds4jax import cache, model, moe
 from ds4jax.checkpoint import load, safetensors
+from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import ModelConfig, Numerics
 from pallas_kernels import routed_experts
 
@@ -179,6 +180,15 @@ def forward(
     return Trace(np.concatenate(logits), *joined, cache.SequenceState(position, tuple(states)))
 
 
+def load_everything(source: TensorSource) -> Loaded:
+    experts = range(source.config.n_routed_experts)
+    slabs = [
+        jax.tree.map(jnp.asarray, load.load_expert_slab(source, layer, experts))
+        for layer in range(source.config.num_hidden_layers)
+    ]
+    return Loaded(load.load_resident(source), tuple(slabs))
+
+
 class Case:
     """A golden folder; files are read when they are first needed."""
 
@@ -201,12 +211,7 @@ class Case:
         """The weights of this case under `config`."""
         source = safetensors.open_checkpoint(self.folder / self.meta.get("checkpoint", "."))
         source.config = config
-        experts = range(config.n_routed_experts)
-        slabs = [
-            jax.tree.map(jnp.asarray, load.load_expert_slab(source, layer, experts))
-            for layer in range(config.num_hidden_layers)
-        ]
-        loaded = Loaded(load.load_resident(source), tuple(slabs))
+        loaded = load_everything(source)
         source.close()
         return loaded
 
@@ -281,6 +286,12 @@ def golden() -> Callable[[str], Case]:
 def run() -> Callable[..., Trace]:
     """`forward`: compiled layers are shared by all tests of a process."""
     return forward
+
+
+@pytest.fixture(scope="session")
+def load_source() -> Callable[[TensorSource], Loaded]:
+    """A source with all its experts in memory."""
+    return load_everything
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,10 @@ def statistics(got: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", ["official", "official-select"])
+# The slow one differs from the other by a config value and would compile everything again.
+@pytest.mark.parametrize(
+    "name", [pytest.param("official", marks=pytest.mark.slow), "official-select"]
+)
 @pytest.mark.parametrize(
     ("numerics", "limits", "wanted"),
     [
