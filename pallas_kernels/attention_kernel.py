@@ -31,7 +31,7 @@ class Config:
 
 
 CONFIGS = {
-    "portable": Config(heads=32, keys=32, warps=8, stages=2),
+    "portable": Config(heads=32, keys=32, warps=4, stages=2),
     "sm90": Config(heads=64, keys=64, warps=8, stages=2),
 }
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import checks
-from pallas_kernels.compressor import kernel, reference
+from pallas_kernels.compressor import kernel, reference, tiled
 from pallas_kernels.compressor.carry import Carry, empty_carry
 
 __all__ = ["Carry", "compress", "empty_carry"]
@@ -39,8 +39,8 @@ def compress(
         `length` on may hold anything and are not read.
       ratio: tokens per entry.
       overlap: True for CSA and its indexer.
-      implementation: None (automatic), "reference" (plain JAX, any backend), "portable" or "sm90"
-        (one Pallas-Triton kernel for all NVIDIA GPUs).
+      implementation: None (automatic), "reference", "tiled" (plain JAX in fixed tiles, any
+        backend), "portable" or "sm90" (one Pallas-Triton kernel for all NVIDIA GPUs).
       interpret: run the kernel in the interpreter, on any backend.
 
     Returns:
@@ -82,4 +82,5 @@ def compress(
     arguments = (values, gates, carry, checks.scalar(position), checks.scalar(length))
     if chosen in ("portable", "sm90"):
         return kernel.compress(*arguments, ratio=ratio, overlap=overlap, interpret=interpret)
-    return reference.compress(*arguments, ratio=ratio, overlap=overlap)
+    form = reference if chosen == "reference" else tiled
+    return form.compress(*arguments, ratio=ratio, overlap=overlap)

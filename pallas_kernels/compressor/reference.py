@@ -28,7 +28,7 @@ def compress(
         previous_gates = jnp.concatenate([carry.previous_gates[None], gate_blocks[..., :half]])
         value_blocks = jnp.concatenate([previous_values[:-1], value_blocks[..., half:]], axis=1)
         gate_blocks = jnp.concatenate([previous_gates[:-1], gate_blocks[..., half:]], axis=1)
-    entries = _pool(value_blocks[:blocks], gate_blocks[:blocks])
+    entries = pool(value_blocks[:blocks], gate_blocks[:blocks])
     count = filled // ratio
     complete = jnp.arange(blocks, dtype=jnp.int32)[:, None] < count
     new_carry = advance(values, gates, carry, position, length, ratio=ratio, overlap=overlap)
@@ -92,7 +92,7 @@ def _blocks(
     return jnp.where(at < filled, buffer, 0).reshape(blocks + 1, ratio, width)
 
 
-def _pool(values: jax.Array, gates: jax.Array) -> jax.Array:
+def pool(values: jax.Array, gates: jax.Array) -> jax.Array:
     """Per channel, the softmax of the gates over axis 1 applied to the values."""
     weights = jnp.exp(gates - jnp.max(gates, axis=1, keepdims=True))
     return jnp.sum(weights * values, axis=1) / jnp.sum(weights, axis=1)

@@ -2,8 +2,9 @@
 
 `pre` is two passes over the streams: the projection to the mixing logits (with the sum of squares
 in the same pass), then, for a few tokens a program, the maps and the weighted sum. `post` is one
-pass. The projection is a float32 product: bfloat16 streams times the three bfloat16 terms that make
-up a float32 weight multiply exactly.
+pass. The products of the projection are exact: bfloat16 streams times the three bfloat16 terms that
+make up a float32 weight. What is left is the rounding of the tensor cores' float32 accumulation,
+which reaches 2e-5 of the logits over 16,384 channels (measured on an H200).
 """
 
 import dataclasses
@@ -23,14 +24,14 @@ from pallas_kernels.tiles import pad_rows
 class Config:
     """Tile shapes and launch parameters of the three kernels."""
 
-    project_tokens: int = 16
-    project_columns: int = 256
-    project_warps: int = 4
-    project_stages: int = 3
-    pre_tokens: int = 16
-    pre_columns: int = 256
+    project_tokens: int = 64
+    project_columns: int = 64
+    project_warps: int = 8
+    project_stages: int = 4
+    pre_tokens: int = 8
+    pre_columns: int = 512
     pre_warps: int = 4
-    post_tokens: int = 4
+    post_tokens: int = 1
     post_columns: int = 1024
     post_warps: int = 4
 

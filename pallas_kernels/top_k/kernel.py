@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 SEGMENT = 8192  # scores that one program holds; below 32768, so that two counts fit in an int32
-LANES = 1024  # scores per warp
+LANES = 2048  # scores per warp
 _NOTHING = np.int32(np.iinfo(np.int32).min)  # key of -inf, NaN and absent scores
 
 

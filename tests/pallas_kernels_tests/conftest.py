@@ -31,6 +31,6 @@ def distance():
         got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
         finite = np.isfinite(wanted)
         np.testing.assert_array_equal(np.isfinite(got), finite)
-        return np.linalg.norm((got - wanted)[finite]) / np.linalg.norm(wanted[finite])
+        return np.linalg.norm(got[finite] - wanted[finite]) / np.linalg.norm(wanted[finite])
 
     return relative
