@@ -310,8 +310,6 @@ class DiskRing:
     Raises MemoryError when the slots are refused.
     """
 
-    name = "disk"
-
     def __init__(
         self,
         layout: SlabLayout,

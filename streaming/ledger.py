@@ -252,6 +252,11 @@ def settle(
     for unit, copy, compute, stall in zip(units, copies, computes, stalls, strict=True):
         name = f"L{unit.layer} step {unit.step}" + (f" wave {unit.wave}" if unit.wave else "")
         arguments = {"layer": unit.layer, "items": len(unit.items), "bytes": unit.moved_bytes}
+        if unit.put_begin_s is not None and unit.put_end_s is not None:
+            # Long ones tell of copies that are not asynchronous, as from pageable memory.
+            timeline.append(
+                Span("dispatch", f"put {name}", unit.put_begin_s, unit.put_end_s, arguments)
+            )
         if copy is not None and unit.items:
             timeline.append(Span("copy", f"copy {name}", *copy, arguments))
         for begin, end in compute:

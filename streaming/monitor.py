@@ -66,19 +66,20 @@ class Monitor:
         if self._cancelled:
             raise StreamCancelled("streaming was cancelled")
 
-    def wait(self, ready: Callable[[], bool], what: str, *, checked: bool = True) -> None:
-        """Waits until `ready()`, evaluated with the lock held.
+    def wait(self, ready: Callable[[], bool], what: str, *, checked: bool = True) -> bool:
+        """Waits until `ready()`, evaluated with the lock held; returns whether it was not at once.
 
         checked  False waits on in spite of a failure, to let running work end
         Raises StreamStalled with the full picture when nothing progresses in time.
         """
+        waited = False
         with self.changed:
             seen, deadline = self._progress, time.monotonic() + self.timeout_s
             while True:
                 if checked:
                     self.check()
                 if ready():
-                    return
+                    return waited
                 if self._progress != seen:
                     seen, deadline = self._progress, time.monotonic() + self.timeout_s
                 left = deadline - time.monotonic()
@@ -87,4 +88,5 @@ class Monitor:
                         f"no progress for {self.timeout_s:g} s while waiting for {what}\n"
                         f"{self.describe()}"
                     )
+                waited = True
                 self.changed.wait(left)

@@ -66,8 +66,6 @@ class HostStore:
     Raises MemoryError when the memory is refused, ValueError when placement is impossible.
     """
 
-    name = "ram"
-
     def __init__(
         self,
         layout: SlabLayout,

@@ -372,7 +372,6 @@ class Streamer:
                     step=number,
                     wave=wave,
                     layer=step.layer,
-                    mode=step.mode,
                     items=items[begin:end],
                     rows=count if direct else most,
                     direct=direct,

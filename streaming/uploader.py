@@ -40,7 +40,6 @@ class Unit:
     step: int
     wave: int
     layer: int
-    mode: str
     items: tuple[int, ...]
     rows: int
     direct: bool
@@ -317,9 +316,8 @@ class Uploader:
 
     def _wait(self, unit: Unit, what: str, ready: Callable[[], bool]) -> None:
         began = self.clock()
-        self.monitor.wait(ready, f"{what} for {unit}")
-        ended = self.clock()
-        if ended > began:
+        if self.monitor.wait(ready, f"{what} for {unit}"):
+            ended = self.clock()
             last = unit.request.waiting_for if unit.request is not None else None
             self.waits.append((what, unit, last, ended - began))
             arguments = {"layer": unit.layer, "unit": unit.index, "item": last}

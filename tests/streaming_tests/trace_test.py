@@ -37,7 +37,6 @@ def unit(index, *, put, copied, opened, done, reached=None, tail=-1, items=(0, 1
         step=index,
         wave=0,
         layer=index,
-        mode="whole",
         items=items,
         rows=len(items),
         direct=True,
@@ -46,6 +45,7 @@ def unit(index, *, put, copied, opened, done, reached=None, tail=-1, items=(0, 1
     )
     made.moved_bytes = len(items) * LAYOUT.item_bytes
     made.put_begin_s, made.copied_s, made.opened_s = put, copied, opened
+    made.put_end_s = put
     made.done_s, made.reached_s, made.tail = done, reached, tail
     return made
 
@@ -179,6 +179,7 @@ def test_timeline_is_a_chrome_trace(tmp_path):
     found = {(lanes[e["tid"]], e["name"], e["ts"], e["dur"]) for e in spans}
     assert found == {
         ("disk", "read L0", 0, 0.5e6),
+        ("dispatch", "put L0 step 0", 1e6, 0),
         ("copy", "copy L0 step 0", 1e6, 2e6),
         ("compute", "stall L0 step 0", 1e6, 2e6),
         ("compute", "compute L0 step 0", 3e6, 2e6),
