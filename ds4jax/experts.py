@@ -61,11 +61,11 @@ def default_window(tier: str) -> int:
     return streaming.streamer.RAM_WINDOW if tier == "ram" else streaming.streamer.DISK_WINDOW
 
 
-def slab_layout(source: TensorSource) -> streaming.SlabLayout:
-    """The routed experts of a checkpoint as items; components are the fields of `ExpertSlab`."""
+def slab_layout(source: TensorSource, layers: int) -> streaming.SlabLayout:
+    """The routed experts of `layers` layers as items; components are the fields of `ExpertSlab`."""
     slab = loading.empty_expert_slab(source.config, keys.expert_format(source), 1)
     return streaming.SlabLayout(
-        source.config.num_hidden_layers,
+        layers,
         source.config.n_routed_experts,
         tuple(
             streaming.Component(name, np.asarray(array).shape[1:], np.asarray(array).dtype)
@@ -88,11 +88,13 @@ def tensor_names(layer: int, expert: int, component: str) -> list[str]:
     return [f"{prefix}{matrix}.{part}" for matrix in _MATRICES[field]]
 
 
-def store_filler(source: TensorSource) -> Callable[[int, int, str, np.ndarray], None]:
+def store_filler(
+    source: TensorSource, first_layer: int
+) -> Callable[[int, int, str, np.ndarray], None]:
     """Reads a component of an expert, as `streaming.HostStore.fill` wants it."""
 
     def fill(layer: int, item: int, component: str, buffer: np.ndarray) -> None:
-        names = tensor_names(layer, item, component)
+        names = tensor_names(first_layer + layer, item, component)
         parts = np.split(buffer, len(names))
         for name, part in zip(names, parts, strict=True):
             data = part.reshape(-1).view(np.uint8)
@@ -104,7 +106,7 @@ def store_filler(source: TensorSource) -> Callable[[int, int, str, np.ndarray], 
 
 
 def file_locator(
-    source: TensorSource,
+    source: TensorSource, first_layer: int
 ) -> Callable[[int, int, str], list[streaming.FileRange]]:
     """Where a component of an expert is in files, as `streaming.DiskRing` wants it.
 
@@ -118,19 +120,20 @@ def file_locator(
         )
 
     def locate(layer: int, item: int, component: str) -> list[streaming.FileRange]:
-        places = [extent(name) for name in tensor_names(layer, item, component)]
+        places = [extent(name) for name in tensor_names(first_layer + layer, item, component)]
         return [streaming.FileRange(place.path, place.offset, place.nbytes) for place in places]
 
     return locate
 
 
 class ExpertPool:
-    """The routed experts of a loaded model.
+    """The routed experts of consecutive layers of a loaded model.
 
     Between `start` and `finish` the steps of a run are visited in order: `issue_ahead` before
     anything of a step is dispatched, `take` for each of its `waves`, `computed` when the last
     program that uses a wave has been dispatched. A pool without streamed experts has no waves.
 
+    layers    which ones; layers of the plan and of steps count from the first of them
     on_bytes  is told the bytes of experts that have been loaded so far
     """
 
@@ -140,11 +143,13 @@ class ExpertPool:
         plan: ExpertPlan,
         device: jax.Device,
         *,
+        layers: range | None = None,
         numa: streaming.numa.Policy = "auto",
         on_bytes: Callable[[int], None] = lambda done: None,
     ):
         self.plan, self.device = plan, device
-        self.layout = slab_layout(source)
+        self.layers = range(source.config.num_hidden_layers) if layers is None else layers
+        self.layout = slab_layout(source, len(self.layers))
         self._format = keys.expert_format(source)
         self._per_token = source.config.num_experts_per_tok
         # Distinct experts and seconds of a layer, by the power of two of a pass's tokens.
@@ -166,7 +171,7 @@ class ExpertPool:
     ) -> LayerSlabs | None:
         if not chosen:
             return None
-        slab = jax.device_put(loading.load_expert_slab(source, layer, chosen), self.device)
+        slab = loading.place_expert_slab(source, self.layers[layer], chosen, self.device)
         where = np.full(self.layout.items, -1, np.int32)
         where[list(chosen)] = np.arange(len(chosen), dtype=np.int32)
         self._count(len(chosen))
@@ -181,7 +186,8 @@ class ExpertPool:
                 self.layout, streamed, policy=numa, device_node=node, pinner=self.pinner
             )
             self.store.fill(
-                store_filler(source), on_layer=lambda layer: self._count(len(streamed[layer]))
+                store_filler(source, self.layers.start),
+                on_layer=lambda layer: self._count(len(streamed[layer])),
             )
         else:
             window = (
@@ -191,7 +197,11 @@ class ExpertPool:
                 max(map(len, streamed)), self.layout.item_bytes, window, self.plan.slab_bytes
             )
             ring = streaming.DiskRing(
-                self.layout, file_locator(source), rows=rows, slots=window + 1, pinner=self.pinner
+                self.layout,
+                file_locator(source, self.layers.start),
+                rows=rows,
+                slots=window + 1,
+                pinner=self.pinner,
             )
             self._count(sum(map(len, streamed)))
         self.streamer = streaming.Streamer(
@@ -316,10 +326,9 @@ def _cuda(device: jax.Device) -> tuple[streaming.CudaDriver | None, int | None]:
         return None, None
 
 
-def all_resident(config: ModelConfig) -> ExpertPlan:
-    """The plan that keeps everything on the device."""
-    experts = config.n_routed_experts
-    return ExpertPlan(streaming.even(config.num_hidden_layers, experts, experts))
+def all_resident(config: ModelConfig, layers: int) -> ExpertPlan:
+    """The plan that keeps all experts of some layers on the device."""
+    return ExpertPlan(streaming.even(layers, config.n_routed_experts, config.n_routed_experts))
 
 
 def absent_experts(counts: np.ndarray, available: Sequence[int]) -> list[int]:

@@ -274,6 +274,17 @@ def scale_name(name: str) -> str:
     return name.removesuffix("weight") + "scale"
 
 
+def with_scales(
+    specs: Mapping[str, TensorSpec], infos: Mapping[str, TensorInfo]
+) -> list[str]:
+    """The names of `specs`, and those of the scales that they have in this header."""
+    names = list(specs)
+    for name, spec in specs.items():
+        if scale_info(spec, infos[name].dtype) is not None:
+            names.append(scale_name(name))
+    return names
+
+
 def official_header(
     config: ModelConfig, experts: str = "fp4", *, mtp: bool = True
 ) -> dict[str, TensorInfo]:
@@ -442,18 +453,35 @@ def expert_format(source: TensorSource, layer: int | str = 0) -> ExpertFormat:
     return EXPERT_FORMATS[dtype]
 
 
-def resident_bytes(config: ModelConfig, infos: Mapping[str, TensorInfo] | None = None) -> int:
+def resident_bytes(
+    config: ModelConfig,
+    infos: Mapping[str, TensorInfo] | None = None,
+    layers: range | None = None,
+) -> int:
     """Bytes of the arrays of `load.load_resident`: the main model without routed experts.
 
-    infos  the header of a checkpoint; the published storage formats without it
+    infos   the header of a checkpoint; the published storage formats without it
+    layers  only these, with the embedding if the first and the head if the last is among them
     """
     total = 0
     for name, spec in resident_tensors(config).items():
+        if layers is not None and layer_of(name, config) not in layers:
+            continue
         info = stored_info(spec, spec.dtype) if infos is None else infos[name]
         total += math.prod(info.shape) * loaded_dtype(spec, info).itemsize
         scales = scale_info(spec, info.dtype)
         total += 0 if scales is None else scales.nbytes
     return total
+
+
+def layer_of(name: str, config: ModelConfig) -> int:
+    """The main layer that a resident tensor belongs to, or has to be on the same device as.
+
+    That is the first layer for the embedding and the last one for the final norm and the head.
+    """
+    if name.startswith("layers."):
+        return int(name.split(".")[1])
+    return 0 if name.startswith("embed.") else config.num_hidden_layers - 1
 
 
 def loaded_dtype(spec: TensorSpec, info: TensorInfo) -> np.dtype:

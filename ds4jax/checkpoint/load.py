@@ -2,14 +2,14 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from ds4jax import model, mtp
-from ds4jax.checkpoint import keys
+from ds4jax.checkpoint import keys, synthetic_device
 from ds4jax.checkpoint.source import CheckpointError, TensorSource, config_text
 from ds4jax.config import ModelConfig
 from ds4jax.quant import QTensor
@@ -19,16 +19,25 @@ E8M0_NAN = 255
 SMALL_BYTES = 16384  # tensors up to this size are part of a fingerprint
 
 
-def load_resident(source: TensorSource, *, device: jax.Device | None = None) -> model.Transformer:
+def load_resident(
+    source: TensorSource, *, device: jax.Device | Sequence[jax.Device] | None = None
+) -> model.Transformer:
     """The main model without routed experts, placed on `device` (JAX's default without it).
 
+    With a device for every layer, the embedding goes to the first one and the head to the last.
     Values keep their storage dtype, see `keys.loaded_dtype`. The host holds one layer at a time.
     Raises CheckpointError when the checkpoint is incomplete, a scale is NaN or a token table
     names an expert that does not exist.
     """
     keys.check_complete(source).log_skipped()
-    specs = keys.resident_tensors(source.config)
-    return _fill_tree(source, model.abstract(source.config), specs, device)
+    config = source.config
+
+    def place(name: str) -> jax.Device | None:
+        if device is None or isinstance(device, jax.Device):
+            return device
+        return device[keys.layer_of(name, config)]
+
+    return _fill_tree(source, model.abstract(config), keys.resident_tensors(config), place)
 
 
 def load_mtp(source: TensorSource, *, device: jax.Device | None = None) -> mtp.MTPBlock:
@@ -38,13 +47,16 @@ def load_mtp(source: TensorSource, *, device: jax.Device | None = None) -> mtp.M
     """
     keys.check_mtp(source)
     specs = keys.mtp_tensors(source.config)
-    return _fill_tree(source, mtp.abstract_mtp(source.config), specs, device)
+    return _fill_tree(source, mtp.abstract_mtp(source.config), specs, lambda name: device)
 
 
 def _fill_tree(
-    source: TensorSource, tree: Any, specs: Mapping[str, keys.TensorSpec], device: Any
+    source: TensorSource,
+    tree: Any,
+    specs: Mapping[str, keys.TensorSpec],
+    place: Callable[[str], jax.Device | None],
 ) -> Any:
-    """`tree` of ShapeDtypeStructs with the tensors of `specs` in their place."""
+    """`tree` of ShapeDtypeStructs with the tensors of `specs` in it, on the devices of `place`."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda leaf: isinstance(leaf, QTensor)
     )
@@ -59,19 +71,27 @@ def _fill_tree(
             groups.setdefault(layer[0] if layer else name, {})[name] = spec
     loaded: dict[str, Any] = {}
     for group in groups.values():
-        names = list(group)
+        device = place(next(iter(group)))
+        made = synthetic_device.maker(source, device)
+        arrays = made.resident(group) if made else _read_group(source, group, device)
         for name, spec in group.items():
-            if keys.scale_info(spec, source.info(name).dtype) is not None:
-                names.append(keys.scale_name(name))
-        arrays = source.read_many(names)
-        for name, spec in group.items():
-            require_valid(name, spec, arrays, source.config)
-            dtype = keys.loaded_dtype(spec, source.info(name))
-            values = jax.device_put(arrays[name].astype(dtype, copy=False), device)
-            scales = arrays.get(keys.scale_name(name))
-            placed = None if scales is None else jax.device_put(scales.view(np.uint8), device)
-            loaded[spec.path] = QTensor(values, placed) if is_matrix[spec.path] else values
+            values, scales = arrays[name], arrays.get(keys.scale_name(name))
+            loaded[spec.path] = QTensor(values, scales) if is_matrix[spec.path] else values
     return jax.tree_util.tree_unflatten(treedef, [loaded[path] for path in paths])
+
+
+def _read_group(
+    source: TensorSource, group: Mapping[str, keys.TensorSpec], device: Any
+) -> dict[str, jax.Array]:
+    """The tensors of `group` and their scales, by name, checked and on `device`."""
+    arrays = source.read_many(keys.with_scales(group, source.infos()))
+    for name, spec in group.items():
+        require_valid(name, spec, arrays, source.config)
+        dtype = keys.loaded_dtype(spec, source.info(name))
+        arrays[name] = arrays[name].astype(dtype, copy=False)
+        if (scale := keys.scale_name(name)) in arrays:
+            arrays[scale] = arrays[scale].view(np.uint8)
+    return jax.device_put(arrays, device)
 
 
 def require_valid(
@@ -152,6 +172,15 @@ def slab_parts(
                 parts.append((f"{prefix}w3.{suffix}", both[row, half:]))
                 parts.append((f"{prefix}w2.{suffix}", down[row]))
     return parts
+
+
+def place_expert_slab(
+    source: TensorSource, layer: int | str, experts: Sequence[int], device: jax.Device
+) -> ExpertSlab:
+    """As `load_expert_slab`, on `device`."""
+    if made := synthetic_device.maker(source, device):
+        return made.slab(layer, experts)
+    return jax.device_put(load_expert_slab(source, layer, experts), device)
 
 
 def load_expert_slab(

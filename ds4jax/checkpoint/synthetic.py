@@ -34,9 +34,12 @@ class Recipe:
     offset: int
 
 
-def hash_words(index: Any, key: tuple[int, int]) -> Any:
-    """Mixes uint32 indices (numpy or JAX) with a 64-bit key; numpy arrays are overwritten."""
-    low, high = (np.uint32(part) for part in key)
+def hash_words(index: Any, key: tuple[Any, Any]) -> Any:
+    """Mixes uint32 indices (numpy or JAX) with a 64-bit key; numpy arrays are overwritten.
+
+    key  its halves, uint32 scalars or arrays of the same shape as the indices
+    """
+    low, high = key
     index ^= low
     index ^= index >> np.uint32(16)
     index *= np.uint32(0x7FEB352D)
@@ -48,10 +51,16 @@ def hash_words(index: Any, key: tuple[int, int]) -> Any:
     return index
 
 
-def tensor_key(seed: int, name: str) -> tuple[int, int]:
+def tensor_key(seed: int, name: str) -> tuple[np.uint32, np.uint32]:
     """The hash key of a tensor."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+    low, high = (int.from_bytes(digest[at : at + 4], "little") for at in (0, 4))
+    return np.uint32(low), np.uint32(high)
+
+
+def table_strides(experts: int, columns: int) -> int:
+    """Strides 1..n of a token table: (columns - 1) * n < experts, so no row meets itself again."""
+    return max((experts - 1) // max(columns - 1, 1), 1)
 
 
 class SyntheticSource(TensorSource):
@@ -85,7 +94,7 @@ class SyntheticSource(TensorSource):
         if info.dtype == "I64":
             self._read_table(key, info, buffer, start)
             return
-        recipe = self._recipe(name, info)
+        recipe = self.recipe(name)
         done = 0
         while done < buffer.nbytes:
             first, skip = divmod(start + done, 4)
@@ -106,13 +115,14 @@ class SyntheticSource(TensorSource):
         first_row, skip = divmod(start, row_bytes)
         last_row = -(-(start + buffer.nbytes) // row_bytes)
         hashed = hash_words(np.arange(first_row, last_row, dtype=np.uint32), key).astype(np.int64)
-        # (k - 1) * stride < E: a row cannot meet itself again.
-        strides = max((experts - 1) // max(columns - 1, 1), 1)
+        strides = table_strides(experts, columns)
         first, stride = hashed % experts, hashed // experts % strides + 1
         table = (first[:, None] + np.arange(columns)[None, :] * stride[:, None]) % experts
         buffer[:] = table.reshape(-1).view(np.uint8)[skip : skip + buffer.nbytes]
 
-    def _recipe(self, name: str, info: TensorInfo) -> Recipe:
+    def recipe(self, name: str) -> Recipe:
+        """How the words of a tensor are made; token tables have none."""
+        info = self.info(name)
         if info.dtype == "I8":
             return Recipe(0xFFFFFFFF, 0)  # all 16 codes of E2M1 are numbers
         if info.dtype == "F8_E4M3":
