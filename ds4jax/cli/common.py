@@ -95,19 +95,21 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def _log_to_stderr() -> Generator[None]:
-    """Shows the log lines of this program, which go through absl, and no others."""
-    logger = logging.getLogger("absl")
+    """Shows the log lines of this program (some go through absl) and no others."""
     handler = logging.StreamHandler(sys.stderr)
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+    loggers = [logging.getLogger(name) for name in ("absl", "ds4jax", "streaming", "sharding")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
 
 
 def _usage(flag_values: flags.FlagValues, doc: str) -> str:
