@@ -127,9 +127,13 @@ def abstract_state(config: ModelConfig, numerics: Numerics, capacity_tokens: int
     return jax.eval_shape(lambda: empty_state(config, numerics, capacity_tokens))
 
 
-def state_bytes(config: ModelConfig, numerics: Numerics, capacity_tokens: int) -> int:
-    """Bytes of the arrays of `empty_state`, without allocating them."""
-    leaves = jax.tree.leaves(abstract_state(config, numerics, capacity_tokens))
+def state_bytes(
+    config: ModelConfig, numerics: Numerics, capacity_tokens: int, layers: range | None = None
+) -> int:
+    """Bytes of the arrays of `empty_state` (of some layers only), without allocating them."""
+    state = abstract_state(config, numerics, capacity_tokens)
+    chosen = range(config.num_hidden_layers) if layers is None else layers
+    leaves = jax.tree.leaves(state.layers[chosen.start : chosen.stop])
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 

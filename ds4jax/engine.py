@@ -1,6 +1,8 @@
 """The engine: loads a checkpoint and reads prompts chunk by chunk into logits and state."""
 
 import dataclasses
+import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import streaming
 from ds4jax import admission, events, passes
 from ds4jax.cache import (
     SequenceState,
     abstract_state,
-    empty_state,
+    empty_layer_state,
     grow_state,
-    make_chunk,
+    state_bytes,
 )
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint import load as loading
@@ -28,11 +29,12 @@ from ds4jax.checkpoint.safetensors import open_checkpoint
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError, ModelConfig
-from ds4jax.experts import ExpertPool
 from ds4jax.plan import Plan, make_plan
 from ds4jax.run_config import RunConfig
 from ds4jax.runner import COMPILED, LogProbs, Runner, tiles
+from ds4jax.stages import Piece, Stage, load_stages, merge_reports
 from ds4jax.text import PromptError
+from sharding import pipeline
 
 SYNTHETIC = "synthetic:"
 SMALL_ROW_SHAPES = (128, 1024)  # what short chunks are padded to instead of chunk_tokens
@@ -141,17 +143,13 @@ class _Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
-    """A chunk to read: tokens first..first + length of a job, padded to `rows` rows."""
+class _Slice:
+    """A chunk of a job: tokens first..first + length, padded to `rows` rows."""
 
     job: _Job
     first: int
     length: int
     rows: int
-
-    @property
-    def ids(self) -> np.ndarray:
-        return self.job.ids[self.first : self.first + self.length]
 
     @property
     def ends(self) -> bool:
@@ -166,36 +164,38 @@ class _Piece:
         following[: len(after)] = after
         return following
 
+    def piece(self, reused: int) -> Piece:
+        """What a stage needs to know of it; `reused` tokens of the sequence came with a state."""
+        ids = self.job.ids[self.first : self.first + self.length]
+        return Piece(self.job.index, ids, reused + self.first, self.rows)
+
 
 class _Reading:
     """What has been read of one job so far."""
 
-    def __init__(self, job: _Job, state: SequenceState, sink: Sink | None):
-        self.job, self.state = job, state
-        self.reused = state.position
+    def __init__(self, job: _Job, reused: int, sink: Sink | None):
+        self.job, self.reused, self.read = job, reused, 0
         self.rows = _Rows()
         self.put = sink or self.rows.append
         self.chunks: list[events.ChunkDone] = []
         self.passes: list[passes.PassReport] = []
-        self.paused: PausedPass | None = None
 
-    def result(self, numerics: str) -> PrefillResult:
+    def result(
+        self, numerics: str, state: SequenceState, paused: PausedPass | None
+    ) -> PrefillResult:
         """The result as of now."""
-        read = self.state.position - self.reused
         report = PrefillReport(
             name=self.job.name,
             numerics=numerics,
-            tokens_read=read,
+            tokens_read=self.read,
             tokens_reused=self.reused,
             seconds=sum(chunk.seconds for chunk in self.chunks),
             chunks=tuple(self.chunks),
             passes=tuple(self.passes),
-            state_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(self.state)),
-            interrupted=read < len(self.job.ids),
+            state_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
+            interrupted=self.read < len(self.job.ids),
         )
-        return PrefillResult(
-            self.rows.logits(), self.rows.logprobs(), self.state, report, self.paused
-        )
+        return PrefillResult(self.rows.logits(), self.rows.logprobs(), state, report, paused)
 
 
 class Engine:
@@ -203,28 +203,29 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
-        pool: ExpertPool,
+        stages: Sequence[Stage],
         config: RunConfig,
-        device: jax.Device,
-        plan: Plan,
         available_bytes: int,
         load_seconds: float,
         fingerprint: str,
     ):
-        self.model_config: ModelConfig = runner.config
-        self.numerics = runner.numerics
+        self.model_config: ModelConfig = stages[0].runner.config
+        self.numerics = stages[0].runner.numerics
         self.config = config
-        self.device = device
-        self.plan = plan
+        self.device = stages[0].device
         self.available_bytes = available_bytes
         self.load_seconds = load_seconds
         self.fingerprint = fingerprint
         self.row_shapes = row_shapes(config.prefill.chunk_tokens)
+        self.plans = tuple(stage.plan for stage in stages)
+        self._stages: Sequence[Stage] = stages
+        # Row shapes whose head is compiled.
         self._shapes_seen: set[int] = set()
-        self._runner: Runner | None = runner
-        self._pool = pool
-        self._tables = runner.expert_tables()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the first stage, which is the only one unless layers were split."""
+        return self.plans[0]
 
     def __enter__(self) -> "Engine":
         return self
@@ -234,9 +235,9 @@ class Engine:
 
     def close(self) -> None:
         """Lets go of the weights; using the engine afterwards raises RuntimeError."""
-        if self._runner is not None:
-            self._pool.close()
-        self._runner = None
+        for stage in self._stages:
+            stage.pool.close()
+        self._stages = ()
 
     def prefill(
         self,
@@ -272,12 +273,10 @@ class Engine:
         job = _Job(tokens, name, run_tokens=len(tokens))
         if state is not None:
             self._check_state(state)
-            state = jax.device_put(state, self.device)
             if not donate_state:
                 state = jax.tree.map(jnp.copy, state)
         if paused is not None:
             self._check_paused(paused, len(tokens))
-            paused = dataclasses.replace(paused, state=state)
         mode = self.config.prefill.logits
         (result,) = self._read([job], state, mode, on_event, sink, stop, paused)
         return result
@@ -332,7 +331,7 @@ class Engine:
         tokens = self._check_prompt(ids, name, state, more=count - 1)
         if state is not None:
             self._check_state(state)
-            state = jax.tree.map(jnp.copy, jax.device_put(state, self.device))
+            state = jax.tree.map(jnp.copy, state)
         chosen: list[int] = []
         logits: list[np.ndarray] = []
         for _ in range(count):
@@ -356,125 +355,165 @@ class Engine:
         paused: PausedPass | None,
     ) -> Iterator[PrefillResult]:
         """Reads checked sequences in micro-batches; consumes `state`, which is of the first one."""
-        runner = self._require_open()
+        self._require_open()
         stopped = (lambda: False) if stop is None else stop.is_set
         readings: dict[int, _Reading] = {}
-        for pieces in self._micro_batches(jobs, paused):
-            for job in {piece.job.index: piece.job for piece in pieces}.values():
+        starts = {jobs[0].index: state}
+
+        def begin(slices: Sequence[_Slice]) -> None:
+            """Makes room for the sequences that these chunks are the first of."""
+            for job in {piece.job.index: piece.job for piece in slices}.values():
                 if job.index not in readings:
-                    reading = _Reading(job, self._with_room(state, len(job.ids)), sink)
-                    readings[job.index], state = reading, None
+                    before = starts.pop(job.index, None)
+                    reused = before.position if before is not None else 0
+                    self._make_room(job.index, before, reused + len(job.ids))
+                    readings[job.index] = _Reading(job, reused, sink)
                     on_event(
-                        events.PromptStarted(
-                            job.index, job.prompts, job.name, len(job.ids), reading.reused
-                        )
+                        events.PromptStarted(job.index, job.prompts, job.name, len(job.ids), reused)
                     )
-            self._read_batch(runner, pieces, readings, mode, on_event, stopped, paused)
-            paused = None
-            for index in sorted(readings):
-                reading = readings[index]
-                if stopped() or reading.state.position - reading.reused == len(reading.job.ids):
-                    yield readings.pop(index).result(str(self.numerics))
-            if stopped():
+
+        batches = self._micro_batches(jobs, paused)
+        try:
+            if len(self._stages) > 1:
+                run = _Pipelined(self, list(batches), readings, mode, on_event, stopped)
+                run.drive(begin)
+                yield from self._finished(readings, everything=True)
                 return
+            for slices in batches:
+                begin(slices)
+                stop_state = self._read_batch(slices, readings, mode, on_event, stopped, paused)
+                paused = None
+                yield from self._finished(readings, everything=stopped(), paused=stop_state)
+                if stopped():
+                    return
+        finally:
+            for stage in self._stages:
+                stage.states.clear()
+
+    def _finished(
+        self,
+        readings: dict[int, _Reading],
+        *,
+        everything: bool,
+        paused: Mapping[int, PausedPass] | None = None,
+    ) -> Iterator[PrefillResult]:
+        """Results of the sequences that have been read to their end, or of all."""
+        for index in sorted(readings):
+            reading = readings[index]
+            if everything or reading.read == len(reading.job.ids):
+                held = (paused or {}).get(index)
+                state = held.state if held is not None else self._state_of(reading)
+                yield readings.pop(index).result(str(self.numerics), state, held)
+
+    def _state_of(self, reading: _Reading) -> SequenceState:
+        """Takes the state of a sequence out of the stages."""
+        layers = (stage.take_state(reading.job.index) for stage in self._stages)
+        return SequenceState(reading.reused + reading.read, tuple(itertools.chain(*layers)))
 
     def _micro_batches(
         self, jobs: Sequence[_Job], paused: PausedPass | None
-    ) -> Iterator[list[_Piece]]:
+    ) -> Iterator[list[_Slice]]:
         """The chunks of all jobs in order, as many at a time as pass through a layer together."""
-        batch: list[_Piece] = []
-        if paused is not None:
-            for length in paused.tokens:
-                first = sum(piece.length for piece in batch)
-                batch.append(self._piece(jobs[0], first, length))
-            yield batch
+        batch: list[_Slice] = []
+        for length in paused.tokens if paused is not None else ():
+            begun = sum(piece.length for piece in batch)
+            batch.append(self._slice(jobs[0], begun, length))
         begun = sum(piece.length for piece in batch)
-        batch = []
+        if batch:
+            yield batch
+            batch = []
         chunk = self.config.prefill.chunk_tokens
+        most = min(plan.micro_batch_tokens for plan in self.plans)
         for job in jobs:
             for first in range(begun, len(job.ids), chunk):
-                if (len(batch) + 1) * chunk > self.plan.micro_batch_tokens and batch:
+                if batch and (len(batch) + 1) * chunk > most:
                     yield batch
                     batch = []
-                batch.append(self._piece(job, first, min(chunk, len(job.ids) - first)))
+                batch.append(self._slice(job, first, min(chunk, len(job.ids) - first)))
             begun = 0
         if batch:
             yield batch
 
-    def _piece(self, job: _Job, first: int, length: int) -> _Piece:
-        return _Piece(job, first, length, next(n for n in self.row_shapes if n >= length))
+    def _slice(self, job: _Job, first: int, length: int) -> _Slice:
+        return _Slice(job, first, length, next(n for n in self.row_shapes if n >= length))
 
     def _read_batch(
         self,
-        runner: Runner,
-        pieces: Sequence[_Piece],
+        slices: Sequence[_Slice],
         readings: Mapping[int, _Reading],
         mode: str,
         on_event: events.Observer,
         stopped: Callable[[], bool],
         paused: PausedPass | None,
-    ) -> None:
-        """Takes a micro-batch through the layers and delivers its outputs."""
+    ) -> dict[int, PausedPass]:
+        """Takes a micro-batch through the only stage and delivers its outputs.
+
+        Returns what is needed to go on with each sequence when it was stopped between layers.
+        """
+        (stage,) = self._stages
         began, compiled = time.perf_counter(), COMPILED.measure()
-        sequences = sorted({piece.job.index for piece in pieces})
-        batch = passes.Pass(
-            [], [list(readings[n].state.layers) for n in sequences], paused.layer if paused else 0
+        pieces = [piece.piece(readings[piece.job.index].reused) for piece in slices]
+        batch = (
+            stage.prepare(pieces, None)
+            if paused is None
+            else stage.prepare(pieces, jax.device_put(paused.streams, stage.device), paused.layer)
         )
-        with jax.default_device(self.device):
-            # All chunks go to the device first: a copy that is issued later waits behind slabs.
-            ends = {n: readings[n].state.position for n in sequences}
-            for number, piece in enumerate(pieces):
-                chunk = make_chunk(piece.ids, ends[piece.job.index], piece.rows)
-                ends[piece.job.index] += piece.length
-                streams = runner.embed(chunk) if paused is None else paused.streams[number]
-                place = sequences.index(piece.job.index)
-                batch.works.append(passes.Work(place, chunk, jax.device_put(streams, self.device)))
-            layers = self.model_config.num_hidden_layers
-            tokens = sum(piece.length for piece in pieces)
-            first = pieces[0].job.done_before + pieces[0].first
+        layers, tokens = len(stage.layers), sum(piece.length for piece in slices)
+        before = layers * (slices[0].job.done_before + slices[0].first)
 
-            def on_layer(layer: int) -> None:
-                done = layers * first + (layer + 1) * tokens
-                total = layers * pieces[0].job.run_tokens
-                on_event(events.LayerDone(layer, layers, len(pieces), done, total))
+        def on_layer(layer: int) -> None:
+            done, total = before + (layer + 1) * tokens, layers * slices[0].job.run_tokens
+            on_event(events.LayerDone(layer, layers, len(slices), done, total))
 
-            report = passes.run(
-                batch,
-                runner,
-                self._pool,
-                self._steps(batch.layer, [piece.ids for piece in pieces]),
-                notes=self.config.streaming.notes,
-                on_layer=on_layer,
-                # A single chunk is read to its end: there is nothing to gain from a pause.
-                paused=stopped if len(pieces) > 1 else lambda: False,
-            )
-        wall, device_seconds = time.perf_counter() - began, sum(report.work_seconds)
-        self._pool.measured(tokens, report.distinct, device_seconds / len(report.distinct))
-        for place, n in enumerate(sequences):
-            reading = readings[n]
+        report = stage.run(
+            batch,
+            pieces,
+            on_layer=on_layer,
+            # A single chunk is read to its end: there is nothing to gain from a pause.
+            paused=stopped if len(slices) > 1 else lambda: False,
+        )
+        if batch.layer == layers:
+            streams = [work.streams for work in batch.works]
+            wall = time.perf_counter() - began
+            self._deliver_batch(slices, streams, readings, mode, on_event, report, wall, compiled)
+            return {}
+        held = {}
+        for index in {piece.job.index for piece in slices}:
+            reading = readings[index]
             reading.passes.append(report)
-            state = SequenceState(reading.state.position, tuple(batch.states[place]))
-            if batch.layer < layers:
-                own = [i for i, work in enumerate(batch.works) if work.sequence == place]
-                reading.paused = PausedPass(
-                    batch.layer,
-                    state,
-                    tuple(batch.works[i].streams for i in own),
-                    tuple(pieces[i].length for i in own),
-                )
-                reading.state = state
-            else:
-                reading.state = dataclasses.replace(state, position=ends[n])
-        if batch.layer < layers:
-            return
-        for piece, work, share in zip(pieces, batch.works, report.work_seconds, strict=True):
+            own = [number for number, piece in enumerate(slices) if piece.job.index == index]
+            held[index] = PausedPass(
+                batch.layer,
+                self._state_of(reading),
+                tuple(batch.works[number].streams for number in own),
+                tuple(slices[number].length for number in own),
+            )
+        return held
+
+    def _deliver_batch(
+        self,
+        slices: Sequence[_Slice],
+        streams: Sequence[jax.Array],
+        readings: Mapping[int, _Reading],
+        mode: str,
+        on_event: events.Observer,
+        report: passes.PassReport,
+        wall_seconds: float,
+        compiled: Callable[[], tuple[int, float]],
+    ) -> None:
+        """Makes the outputs of a micro-batch that has left the last layer."""
+        for index in {piece.job.index for piece in slices}:
+            readings[index].passes.append(report)
+        runner, device_seconds = self._stages[-1].runner, sum(report.work_seconds)
+        for piece, leaving, seconds in zip(slices, streams, report.work_seconds, strict=True):
             reading, began = readings[piece.job.index], time.perf_counter()
             self._deliver(
-                runner, mode, work.streams, piece.length, piece.following, piece.ends, reading.put
+                runner, mode, leaving, piece.length, piece.following, piece.ends, reading.put
             )
             self._shapes_seen.add(piece.rows)
             programs, compile_seconds = compiled()
             compiled = COMPILED.measure()
+            reading.read += piece.length
             event = events.ChunkDone(
                 prompt=piece.job.index,
                 chunk=piece.first // self.config.prefill.chunk_tokens,
@@ -482,7 +521,7 @@ class Engine:
                 tokens=piece.length,
                 rows=piece.rows,
                 # Chunks of a micro-batch share its wall time by the device time each one took.
-                seconds=wall * share / device_seconds + time.perf_counter() - began,
+                seconds=wall_seconds * seconds / device_seconds + time.perf_counter() - began,
                 compiled=programs,
                 compile_seconds=compile_seconds,
                 done=piece.job.done_before + piece.first + piece.length,
@@ -490,15 +529,6 @@ class Engine:
             )
             reading.chunks.append(event)
             on_event(event)
-
-    def _steps(self, first_layer: int, tokens: Sequence[np.ndarray]) -> list[streaming.Step]:
-        """What the streamer is told about a micro-batch of chunks with these ids."""
-        mode = self.config.streaming.mode
-        if mode == "auto":
-            mode = self._pool.preferred_mode(sum(map(len, tokens)))
-        return passes.plan_steps(
-            self.model_config, self._pool, mode, first_layer, tokens, self._tables
-        )
 
     def _deliver(
         self,
@@ -528,26 +558,33 @@ class Engine:
                 put("top_logprobs", part.top)
                 put("top_tokens", part.tokens)
 
-    def _with_room(self, state: SequenceState | None, more: int) -> SequenceState:
-        """`state`, or an empty one, with the buffers of a sequence that is `more` tokens longer."""
-        tokens = more + (state.position if state is not None else 0)
-        capacity = capacity_tokens(self.config, self.model_config, tokens)
-        if state is not None and _capacity(state, self.model_config) >= capacity:
-            return state
-        wanted = admission.price(
+    def _make_room(self, sequence: int, state: SequenceState | None, tokens: int) -> None:
+        """Gives the stages `state`, or an empty one, with buffers for `tokens` tokens."""
+        config, capacity = (
             self.model_config,
-            self.numerics,
-            weights_bytes=0,
-            rows=self.config.prefill.chunk_tokens,
-            capacity_tokens=capacity,
+            capacity_tokens(self.config, self.model_config, tokens),
         )
-        admission.admit(wanted, self.device, f"the state of {capacity} tokens")
-        with jax.default_device(self.device):
+        if state is not None and _capacity(state, config) < capacity:
+            state = grow_state(state, config, capacity)
+        for stage in self._stages:
             if state is not None:
-                return grow_state(state, self.model_config, capacity)
-            state = empty_state(self.model_config, self.numerics, capacity)
-        # Committed like the states that programs return: jit tells the two apart.
-        return jax.device_put(state, self.device)
+                layers = list(state.layers[stage.layers.start : stage.layers.stop])
+            else:
+                wanted = admission.Price(
+                    weights_bytes=0,
+                    state_bytes=state_bytes(config, self.numerics, capacity, stage.layers),
+                    workspace_bytes=0,
+                )
+                admission.admit(wanted, stage.device, f"the state of {capacity} tokens")
+                with jax.default_device(stage.device):
+                    layers = [
+                        empty_layer_state(
+                            config, config.layer_ratios[layer], self.numerics, capacity
+                        )
+                        for layer in stage.layers
+                    ]
+            # Committed like the states that programs return: jit tells the two apart.
+            stage.states[sequence] = jax.device_put(layers, stage.device)
 
     def _check_prompt(
         self, ids: Sequence[int] | np.ndarray, name: str, state: SequenceState | None, more: int = 0
@@ -590,10 +627,81 @@ class Engine:
                 "chunk size and the tokens of the run that was stopped"
             )
 
-    def _require_open(self) -> Runner:
-        if self._runner is None:
+    def _require_open(self) -> None:
+        if not self._stages:
             raise RuntimeError("the engine is closed: load the checkpoint again")
-        return self._runner
+
+
+class _Pipelined:
+    """Micro-batches on several stages at once; what `Engine._read_batch` does on one."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        batches: Sequence[list[_Slice]],
+        readings: Mapping[int, _Reading],
+        mode: str,
+        on_event: events.Observer,
+        stopped: Callable[[], bool],
+    ):
+        self.engine, self.batches, self.readings = engine, batches, readings
+        self.mode, self.on_event, self.stopped = mode, on_event, stopped
+        self._reports: list[list[passes.PassReport]] = [[] for _ in batches]
+        self._pieces: list[list[Piece]] = [[] for _ in batches]
+        self._last_s = 0.0
+        self._cut = len(batches)  # the first micro-batch that a stop keeps from being read
+
+    def drive(self, begin: Callable[[Sequence[_Slice]], None]) -> None:
+        """Reads all micro-batches, up to a stop; errors of a stage are raised as they are."""
+
+        def source(number: int, chunk: int) -> tuple[jax.Array, ...]:
+            if self.stopped():
+                self._cut = min(self._cut, number)
+            if number < self._cut:
+                begin(self.batches[number])
+                self._pieces[number] = [
+                    piece.piece(self.readings[piece.job.index].reused)
+                    for piece in self.batches[number]
+                ]
+            return ()
+
+        run = pipeline.Pipeline(
+            [
+                pipeline.Stage(f"stage {index}", functools.partial(self._run, stage), stage.device)
+                for index, stage in enumerate(self.engine._stages)
+            ]
+        )
+        self._last_s = time.perf_counter()
+        try:
+            run.run([pipeline.Unit(n, 0) for n in range(len(self.batches))], source, self._sink)
+        except pipeline.PipelineError as error:
+            raise (error.__cause__ or error) from error
+
+    def _run(
+        self, stage: Stage, number: int, chunk: int, streams: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        if number >= self._cut:
+            return ()
+        pieces = self._pieces[number]
+        batch = stage.prepare(pieces, streams or None)
+        self._reports[number].append(stage.run(batch, pieces))
+        return tuple(work.streams for work in batch.works)
+
+    def _sink(self, number: int, chunk: int, streams: tuple[jax.Array, ...]) -> None:
+        if number >= self._cut:
+            return
+        report, now = merge_reports(self._reports[number]), time.perf_counter()
+        wall, self._last_s = now - self._last_s, now
+        self.engine._deliver_batch(
+            self.batches[number],
+            streams,
+            self.readings,
+            self.mode,
+            self.on_event,
+            report,
+            wall,
+            COMPILED.measure(),
+        )
 
 
 class _Rows:
@@ -638,7 +746,6 @@ def load(
     to fit. Raises CheckpointError, ConfigError or PlanError.
     """
     run_config = as_run_config(config)
-    device = device or jax.local_devices()[0]
     if isinstance(checkpoint, TensorSource):
         return _load(checkpoint, run_config, prompt_tokens, device, on_event)
     with open_source(checkpoint) as source:
@@ -649,7 +756,7 @@ def _load(
     source: TensorSource,
     run_config: RunConfig,
     prompt_tokens: int | None,
-    device: jax.Device,
+    device: jax.Device | None,
     on_event: events.Observer,
 ) -> Engine:
     began = time.perf_counter()
@@ -659,31 +766,26 @@ def _load(
             f"config.prefill.top_logprobs is {run_config.prefill.top_logprobs}, expected at most "
             f"the vocabulary size {model_config.vocab_size}"
         )
+    split = run_config.pipeline.stages(model_config.num_hidden_layers)
+    local = jax.local_devices() if device is None else [device]
+    devices = [local[index] for index in run_config.pipeline.device_indices(len(split), len(local))]
     keys.check_complete(source)
-    available = admission.device_bytes(device)
+    available = sum(admission.device_bytes(each) for each in set(devices))
     capacity = capacity_tokens(run_config, model_config, prompt_tokens or 1)
-    plan = make_plan(source, run_config, device, prompt_tokens, capacity)
-    total = plan.price.weights_bytes + keys.expert_bytes(model_config, source.infos()) * (
-        model_config.n_routed_experts * model_config.num_hidden_layers
-    )
-    transformer = loading.load_resident(source, device=device)
+    plans = [
+        make_plan(source, run_config, each, prompt_tokens, capacity, layers, devices.count(each))
+        for layers, each in zip(split, devices, strict=True)
+    ]
+    total = sum(plan.price.weights_bytes for plan in plans) + keys.expert_bytes(
+        model_config, source.infos()
+    ) * (model_config.n_routed_experts * model_config.num_hidden_layers)
 
-    def on_bytes(experts: int) -> None:
-        loaded = plan.price.weights_bytes + experts
-        on_event(events.WeightsLoaded(loaded, total, time.perf_counter() - began))
+    def on_bytes(done: int) -> None:
+        on_event(events.WeightsLoaded(done, total, time.perf_counter() - began))
 
-    pool = ExpertPool(
-        source, plan.experts, device, numa=run_config.streaming.numa, on_bytes=on_bytes
-    )
+    loaded = load_stages(source, plans, devices, numerics, run_config.streaming, on_bytes)
     return Engine(
-        Runner(transformer, numerics),
-        pool,
-        run_config,
-        device,
-        plan,
-        available,
-        time.perf_counter() - began,
-        loading.fingerprint(source),
+        loaded, run_config, available, time.perf_counter() - began, loading.fingerprint(source)
     )
 
 

@@ -1,4 +1,4 @@
-"""One pass of a micro-batch through the layers: which programs are dispatched, in which order.
+"""One pass of a micro-batch through the layers of a device: which programs, in which order.
 
 A micro-batch is one or more chunks, of one or several sequences. The pass visits the layers in
 order and takes every chunk through a layer before the next one (layer-major), so that each streamed
@@ -11,14 +11,13 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 
 import streaming
 from ds4jax.cache import Chunk, LayerState
-from ds4jax.config import ModelConfig
 from ds4jax.experts import ExpertPool, absent_experts
 from ds4jax.moe import Routing
 from ds4jax.runner import Runner
@@ -48,7 +47,7 @@ class Pass:
 
     works   its chunks; those of one sequence in the order of their positions
     states  one list of layer states per sequence; consumed and replaced
-    layer   the next layer to visit
+    layer   the next layer to visit; layers count from the first one of the runner
     """
 
     works: list[Work]
@@ -64,14 +63,14 @@ class PassReport:
     layer_seconds the same by layer
     counts        i64 [layers, E], how many rows chose each expert
     distinct      distinct experts of each layer visited
-    ledger        what was streamed; None when nothing is
+    ledgers       what was streamed, by stage; empty when nothing is
     """
 
     work_seconds: tuple[float, ...]
     layer_seconds: tuple[float, ...]
     counts: np.ndarray
     distinct: tuple[int, ...]
-    ledger: streaming.Ledger | None
+    ledgers: tuple[streaming.Ledger, ...]
 
 
 def run(
@@ -86,13 +85,14 @@ def run(
 ) -> PassReport:
     """Takes `batch` through the layers of `steps`, one step per layer from batch.layer on.
 
+    runner, pool  of the same layers; layers of steps and of the report count from their first one
+
     notes     how the counts of experts come to the host: "fetch" or "callback"
     on_layer  called after a layer has been dispatched
     paused    asked after every layer; when true the pass ends early and `batch` can be run on
     Raises MissingExpertError when a routed expert was in no slab of its step.
     """
-    layers = runner.config.num_hidden_layers
-    usage = streaming.Usage(layers, runner.config.n_routed_experts)
+    usage = streaming.Usage(len(runner.layers), runner.config.n_routed_experts)
     sent = streaming.Notes(runner.config.n_routed_experts, by_callback=notes == "callback")
     with _StepClock() as clock:
         pool.start(steps)
@@ -118,7 +118,7 @@ def run(
         tuple(seconds.sum(axis=1).tolist()),
         usage.counts,
         tuple(distinct),
-        ledger,
+        () if ledger is None else (ledger,),
     )
 
 
@@ -133,14 +133,15 @@ def _visit(
 ) -> None:
     """One layer on all chunks of the micro-batch."""
     layer, works = step.layer, batch.works
+    place = runner.layers[layer]
     resident = pool.resident[layer]
     pool.issue_ahead(number)
 
     def begin(index: int) -> Routing:
         work = works[index]
         states = batch.states[work.sequence]
-        work.streams, states[layer] = runner.attend(layer, work.streams, states[layer], work.chunk)
-        routing = runner.route(layer, work.streams, work.chunk)
+        work.streams, states[layer] = runner.attend(place, work.streams, states[layer], work.chunk)
+        routing = runner.route(place, work.streams, work.chunk)
         notes.send(number * len(works) + index, layer, routing.ids)
         clock.reached(routing.ids)
         return routing
@@ -148,7 +149,7 @@ def _visit(
     def end(index: int, routing: Routing, slots: jax.Array | None) -> None:
         assert slots is not None  # a layer without residents has at least one wave
         work = works[index]
-        work.streams = runner.finish(layer, work.streams, routing, slots)
+        work.streams = runner.finish(place, work.streams, routing, slots)
 
     if step.mode != "routed" and pool.waves(number) <= 1:
         # One slab serves all chunks: each is finished before the next begins.
@@ -206,21 +207,20 @@ def _settle(
 
 
 def plan_steps(
-    config: ModelConfig,
     pool: ExpertPool,
     mode: str,
     first_layer: int,
     tokens: Sequence[np.ndarray],
-    tables: Sequence[np.ndarray | None],
+    tables: Mapping[int, np.ndarray],
 ) -> list[streaming.Step]:
     """The steps of a pass over `tokens` (real ids of each chunk).
 
     mode    "whole" or "routed"; hash layers of a routed pass are known exactly from the ids
-    tables  tid2eid of each hash layer, None for the others
+    tables  tid2eid of the layers that hash ids, by their number in the model
     """
     steps = []
-    for layer in range(first_layer, config.num_hidden_layers):
-        table = tables[layer]
+    for layer in range(first_layer, len(pool.layers)):
+        table = tables.get(pool.layers[layer])
         if mode == "whole" or not pool.plan.streams:
             steps.append(streaming.Step(layer))
         elif table is not None:

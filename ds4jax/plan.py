@@ -26,14 +26,16 @@ _UNKNOWN_PROMPT_TOKENS = 131_072  # what a micro-batch is sized for when no prom
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a run is laid out on one device.
+    """How some layers are laid out on one device.
 
-    experts             residency and streaming
+    layers              of the model, a contiguous range
+    experts             residency and streaming; its layers count from the first one
     micro_batch_tokens  tokens that pass over the experts together; chunk_tokens = chunk-major
     price               bytes by use, all of it on the device
     store_bytes         experts in host memory
     """
 
+    layers: range
     experts: ExpertPlan
     micro_batch_tokens: int
     price: admission.Price
@@ -51,29 +53,37 @@ def make_plan(
     device: jax.Device,
     prompt_tokens: int | None,
     capacity: int,
+    layers: range | None = None,
+    share: int = 1,
 ) -> Plan:
     """Plans a run on `device`; raises PlanError with the missing bytes when nothing fits.
 
     prompt_tokens  the longest prompt, if known
     capacity       tokens that the state has room for
+    layers         those that the device has; None for all
+    share          how many plans share the device's memory
     """
     model, numerics = source.config, config.numerics.resolve()
     infos = source.infos()
     item = keys.expert_bytes(model, infos)
-    experts, layers = model.n_routed_experts, model.num_hidden_layers
+    layers = range(model.num_hidden_layers) if layers is None else layers
     base = admission.Price(
-        weights_bytes=keys.resident_bytes(model, infos),
-        state_bytes=admission.state_bytes(model, numerics, capacity),
+        weights_bytes=keys.resident_bytes(model, infos, layers),
+        state_bytes=admission.state_bytes(model, numerics, capacity, layers),
         workspace_bytes=admission.workspace_bytes(model, numerics, config.prefill.chunk_tokens),
     )
     available = admission.device_bytes(device)
     if config.memory.device_bytes is not None:
         available = min(available, config.memory.device_bytes)
-    everything = dataclasses.replace(base, resident_bytes=layers * experts * item)
+    available //= share
+    everything = dataclasses.replace(
+        base, resident_bytes=len(layers) * model.n_routed_experts * item
+    )
     options = config.streaming
     asked = options.resident_fraction is not None or options.resident_bytes is not None
     if not asked and options.order != "layer_major" and everything.total_bytes <= available:
-        return Plan(all_resident(model), config.prefill.chunk_tokens, everything, 0)
+        whole = all_resident(model, len(layers))
+        return Plan(layers, whole, config.prefill.chunk_tokens, everything, 0)
     if device.platform == "cpu" and not asked and everything.total_bytes > available:
         # Host and device memory are one: streaming would not make anything fit.
         admission.require(everything, available, device, "this run")
@@ -81,7 +91,7 @@ def make_plan(
     if room < 0:
         admission.require(base, available, device, "this run without routed experts")
     return _with_streaming(
-        model, numerics, config, device, base, room, item, prompt_tokens or _UNKNOWN_PROMPT_TOKENS
+        model, numerics, config, layers, base, room, item, prompt_tokens or _UNKNOWN_PROMPT_TOKENS
     )
 
 
@@ -89,17 +99,17 @@ def _with_streaming(
     model: ModelConfig,
     numerics: Numerics,
     config: RunConfig,
-    device: jax.Device,
+    layers: range,
     base: admission.Price,
     room: int,
     item: int,
     prompt_tokens: int,
 ) -> Plan:
-    options, layers, experts = config.streaming, model.num_hidden_layers, model.n_routed_experts
+    options, experts = config.streaming, model.n_routed_experts
     per_layer, counts = None, None
     if options.resident_fraction is not None or options.resident_bytes is not None:
         per_layer = streaming.resident_per_layer(
-            layers,
+            model.num_hidden_layers,
             experts,
             item,
             fraction=options.resident_fraction,
@@ -107,7 +117,9 @@ def _with_streaming(
         )
     if options.resident_profile is not None:
         try:
-            counts = streaming.load_profile(options.resident_profile, layers, experts)
+            counts = streaming.load_profile(
+                options.resident_profile, model.num_hidden_layers, experts
+            )[layers.start : layers.stop]
         except (OSError, ValueError) as error:
             raise ConfigError(f"config.streaming.resident_profile: {error}") from None
     tokens, activations = _micro_batch(model, numerics, config, prompt_tokens, room)
@@ -116,7 +128,8 @@ def _with_streaming(
     for attempt in ("ram", "disk") if tier == "auto" else (tier,):
         window = default_window(attempt) if options.window is None else options.window
         residency, slabs = choose_residency(
-            model,
+            len(layers),
+            experts,
             item,
             room - activations,
             window=window,
@@ -140,7 +153,7 @@ def _with_streaming(
             micro_batch_bytes=activations if tokens > config.prefill.chunk_tokens else 0,
         )
         plan = ExpertPlan(residency, attempt, options.window, slabs)
-        return Plan(plan, tokens, price, store)
+        return Plan(layers, plan, tokens, price, store)
     raise AssertionError("one of the tiers was taken")
 
 
@@ -163,7 +176,8 @@ def _micro_batch(
 
 
 def choose_residency(
-    config: ModelConfig,
+    layers: int,
+    experts: int,
     item_bytes: int,
     room_bytes: int,
     *,
@@ -182,7 +196,6 @@ def choose_residency(
     return      the residency and the slab budget (None when everything is resident)
     Raises PlanError with the missing bytes when it does not fit.
     """
-    layers, experts = config.num_hidden_layers, config.n_routed_experts
     live = streaming.window.live_bound(window)
 
     def slabs(residents: int) -> int:

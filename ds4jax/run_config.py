@@ -249,6 +249,59 @@ class StreamingConfig(_Section):
 
 
 @dataclasses.dataclass(frozen=True)
+class PipelineConfig(_Section):
+    """How layers are divided over devices. Never changes bits on devices of one kind."""
+
+    prefix = "config.pipeline"
+
+    split: str | None = _key(
+        None,
+        "Layers of each stage, for example 22,21; they add up to the layers of the model. Default: "
+        "all layers on one device.",
+    )
+    devices: str | None = _key(
+        None,
+        "Device of each stage by its index among JAX's local devices, for example 0,1; stages may "
+        "share a device. Default: one device after the other.",
+    )
+
+    def stages(self, layers: int) -> list[range]:
+        """The layers of each stage; raises ConfigError unless they are a split of `layers`."""
+        if self.split is None:
+            return [range(layers)]
+        sizes = _integers("config.pipeline.split", self.split)
+        if min(sizes) < 1 or sum(sizes) != layers:
+            raise ConfigError(
+                f"config.pipeline.split is {self.split!r} with {sum(sizes)} layers, expected at "
+                f"least 1 layer per stage and {layers} together"
+            )
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+    def device_indices(self, stages: int, devices: int) -> list[int]:
+        """The device of each of `stages` stages; raises ConfigError for devices that are not."""
+        if self.devices is None:
+            indices = list(range(stages))
+        else:
+            indices = _integers("config.pipeline.devices", self.devices)
+        if len(indices) != stages or any(not 0 <= index < devices for index in indices):
+            raise ConfigError(
+                f"config.pipeline.devices is {self.devices or indices} for {stages} stages, "
+                f"expected {stages} indices from 0 to {devices - 1}: JAX has {devices} devices here"
+            )
+        return indices
+
+
+def _integers(key: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"{key} is {text!r}, expected whole numbers with commas between"
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Everything about a run that is neither the checkpoint nor the machine."""
 
@@ -256,6 +309,7 @@ class RunConfig:
     prefill: PrefillConfig = dataclasses.field(default_factory=PrefillConfig)
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     streaming: StreamingConfig = dataclasses.field(default_factory=StreamingConfig)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     prompt: PromptConfig = dataclasses.field(default_factory=PromptConfig)
 
     @classmethod

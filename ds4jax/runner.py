@@ -115,30 +115,41 @@ class LogProbs:
 
 
 class Runner:
-    """A transformer bound to its numerics, cut into the parts that programs take."""
+    """Layers of a transformer bound to their numerics, cut into the parts that programs take.
 
-    def __init__(self, transformer: Transformer, numerics: Numerics):
+    layers  which ones, a contiguous range; None for all. The first layer comes with the embedding,
+            the last one with the head.
+    """
+
+    def __init__(self, transformer: Transformer, numerics: Numerics, layers: range | None = None):
         self.config = transformer.config
         self.numerics = numerics
+        self.layers = range(self.config.num_hidden_layers) if layers is None else layers
         self._table = transformer.embed
         # A program's inputs decide whether two layers share it: each part gets only the weights
         # that it uses, so that hash and score routing differ in `route` alone.
         self._head = _only(transformer, "hc_head", "norm", "head", "config")
-        blocks = transformer.blocks
-        self._attend_parts = [_only(block, "hc_attn", "attn_norm", "attn") for block in blocks]
-        self._route_parts = [
-            dataclasses.replace(_only(block, "hc_ffn", "ffn_norm"), ffn=_only(block.ffn, "gate"))
-            for block in blocks
-        ]
-        self._finish_parts = [
-            dataclasses.replace(_only(block, "hc_ffn"), ffn=_only(block.ffn, "shared_experts"))
-            for block in blocks
-        ]
+        blocks = {layer: transformer.blocks[layer] for layer in self.layers}
+        self._attend_parts = {
+            layer: _only(block, "hc_attn", "attn_norm", "attn") for layer, block in blocks.items()
+        }
+        self._route_parts = {
+            layer: dataclasses.replace(
+                _only(block, "hc_ffn", "ffn_norm"), ffn=_only(block.ffn, "gate")
+            )
+            for layer, block in blocks.items()
+        }
+        self._finish_parts = {
+            layer: dataclasses.replace(
+                _only(block, "hc_ffn"), ffn=_only(block.ffn, "shared_experts")
+            )
+            for layer, block in blocks.items()
+        }
 
-    def expert_tables(self) -> list[np.ndarray | None]:
-        """On the host: the experts [V, k] of every token id in hash layers, None for the others."""
-        tables = (block.ffn.gate.tid2eid for block in self._route_parts)
-        return [None if table is None else np.asarray(table) for table in tables]
+    def expert_tables(self) -> dict[int, np.ndarray]:
+        """On the host: the experts [V, k] of every token id, for those layers that hash ids."""
+        tables = {layer: block.ffn.gate.tid2eid for layer, block in self._route_parts.items()}
+        return {layer: np.asarray(table) for layer, table in tables.items() if table is not None}
 
     def embed(self, chunk: Chunk) -> jax.Array:
         """The streams [T, S, D] that enter the first layer."""

@@ -1,0 +1,157 @@
+"""Stages: consecutive layers on one device each, with all that they need to take a micro-batch on.
+
+A stage keeps the layer states of the sequences that are being read. What passes from stage to stage
+is only the streams; a micro-batch is at one stage at a time, several of them are under way.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+import streaming
+from ds4jax import passes
+from ds4jax.cache import LayerState, make_chunk
+from ds4jax.checkpoint import load as loading
+from ds4jax.checkpoint.source import TensorSource
+from ds4jax.config import Numerics
+from ds4jax.experts import ExpertPool
+from ds4jax.plan import Plan
+from ds4jax.run_config import StreamingConfig
+from ds4jax.runner import Runner
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A chunk of a sequence.
+
+    sequence  key of the sequence
+    ids       i32 token ids; position of the first one; rows that the chunk is padded to
+    """
+
+    sequence: int
+    ids: np.ndarray
+    position: int
+    rows: int
+
+
+class Stage:
+    """Some layers of a loaded model on `device`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: jax.Device,
+        runner: Runner,
+        pool: ExpertPool,
+        options: StreamingConfig,
+    ):
+        self.plan, self.device, self.runner, self.pool = plan, device, runner, pool
+        self.options = options
+        self.states: dict[int, list[LayerState]] = {}
+        self._tables = runner.expert_tables()
+
+    @property
+    def layers(self) -> range:
+        """The layers of the model that are here."""
+        return self.plan.layers
+
+    def take_state(self, sequence: int) -> tuple[LayerState, ...]:
+        """The states of a sequence, which the stage forgets."""
+        return tuple(self.states.pop(sequence))
+
+    def prepare(
+        self, pieces: Sequence[Piece], streams: Sequence[jax.Array] | None, layer: int = 0
+    ) -> passes.Pass:
+        """A micro-batch in front of `layer`, which counts from the first one of the stage.
+
+        streams  of every chunk, on the device of the stage; None where the stage has the embedding.
+        All chunks go to the device here, ahead of the slabs: a later copy would wait behind these.
+        """
+        sequences = sorted({piece.sequence for piece in pieces})
+        batch = passes.Pass([], [self.states[sequence] for sequence in sequences], layer)
+        with jax.default_device(self.device):
+            for number, piece in enumerate(pieces):
+                chunk = jax.device_put(
+                    make_chunk(piece.ids, piece.position, piece.rows), self.device
+                )
+                entering = self.runner.embed(chunk) if streams is None else streams[number]
+                batch.works.append(passes.Work(sequences.index(piece.sequence), chunk, entering))
+        return batch
+
+    def run(
+        self,
+        batch: passes.Pass,
+        pieces: Sequence[Piece],
+        *,
+        on_layer: Callable[[int], None] = lambda layer: None,
+        paused: Callable[[], bool] = lambda: False,
+    ) -> passes.PassReport:
+        """Takes a prepared micro-batch through the layers; on_layer gets numbers of the model."""
+        tokens = [piece.ids for piece in pieces]
+        with jax.default_device(self.device):
+            report = passes.run(
+                batch,
+                self.runner,
+                self.pool,
+                self._steps(batch.layer, tokens),
+                notes=self.options.notes,
+                on_layer=lambda layer: on_layer(self.layers[layer]),
+                paused=paused,
+            )
+        seconds = sum(report.work_seconds) / len(report.distinct)
+        self.pool.measured(sum(map(len, tokens)), report.distinct, seconds)
+        return report
+
+    def _steps(self, first_layer: int, tokens: Sequence[np.ndarray]) -> list[streaming.Step]:
+        mode = self.options.mode
+        if mode == "auto":
+            mode = self.pool.preferred_mode(sum(map(len, tokens)))
+        return passes.plan_steps(self.pool, mode, first_layer, tokens, self._tables)
+
+
+def load_stages(
+    source: TensorSource,
+    plans: Sequence[Plan],
+    devices: Sequence[jax.Device],
+    numerics: Numerics,
+    options: StreamingConfig,
+    on_bytes: Callable[[int], None],
+) -> list[Stage]:
+    """Loads every plan onto its device; on_bytes is told the bytes that are there so far."""
+    places = [device for plan, device in zip(plans, devices, strict=True) for _ in plan.layers]
+    transformer = loading.load_resident(source, device=places)
+    loaded = sum(plan.price.weights_bytes for plan in plans)
+    on_bytes(loaded)
+    stages = []
+    for plan, device in zip(plans, devices, strict=True):
+        before = loaded
+
+        def on_experts(done: int, before: int = before) -> None:
+            nonlocal loaded
+            loaded = before + done
+            on_bytes(loaded)
+
+        pool = ExpertPool(
+            source,
+            plan.experts,
+            device,
+            layers=plan.layers,
+            numa=options.numa,
+            on_bytes=on_experts,
+        )
+        runner = Runner(transformer, numerics, plan.layers)
+        stages.append(Stage(plan, device, runner, pool, options))
+    return stages
+
+
+def merge_reports(reports: Sequence[passes.PassReport]) -> passes.PassReport:
+    """One report of a micro-batch from those of all stages; ledgers stay apart."""
+    return passes.PassReport(
+        tuple(map(sum, zip(*(report.work_seconds for report in reports), strict=True))),
+        tuple(seconds for report in reports for seconds in report.layer_seconds),
+        np.concatenate([report.counts for report in reports]),
+        tuple(count for report in reports for count in report.distinct),
+        tuple(ledger for report in reports for ledger in report.ledgers),
+    )
