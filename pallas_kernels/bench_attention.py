@@ -21,7 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import attention_kernel, bench, compressor, hyper_connections, indexer
+from pallas_kernels import (
+    attention_kernel,
+    attention_sm90,
+    bench,
+    compressor,
+    hyper_connections,
+    indexer,
+)
 from pallas_kernels.compressor import kernel as compressor_kernel
 from pallas_kernels.hyper_connections import kernel as hyper_kernel
 from pallas_kernels.indexer import kernel as indexer_kernel
@@ -38,6 +45,7 @@ MILLION = 1_048_576
 MIB = 2**20
 BF16_LIMIT = 5e-3  # relative Frobenius distance to the reference
 
+RATIOS = {"swa": 0, "hca": 128, "csa": 4}
 SITE = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-6}
 
 
@@ -107,14 +115,37 @@ def selection(context: int) -> jax.Array:
     return jax.jit(lambda: jax.lax.map(part, starts).reshape(CHUNK, -1))()
 
 
-def attention_cases(kind: str, sweep: bool) -> Iterator[Case]:
-    ratio = {"swa": 0, "hca": 128, "csa": 4}[kind]
-    scale = FLASH.head_dim**-0.5
+def attention_forms(kind: str, sweep: bool = False) -> dict[str, Callable[..., jax.Array]]:
+    """Kernels by name: functions of q, window_kv, compressed, indices, sink and position.
+
+    "sm90" is the Mosaic kernel, "triton" the Triton kernel with its best tiles for Hopper.
+    """
+    shared = {"ratio": max(RATIOS[kind], 1), "scale": FLASH.head_dim**-0.5}
     configs = dict(attention_kernel.CONFIGS)
+    configs = {"portable": configs["portable"], "triton": configs["sm90"]}
     if sweep:
         for heads, keys, warps, stages in SWEEPS["attention"]:
             name = f"{heads}x{keys}w{warps}s{stages}"
             configs[name] = attention_kernel.Config(heads, keys, warps, stages)
+    forms: dict[str, Callable[..., jax.Array]] = {
+        name: functools.partial(
+            attention_kernel.attend,
+            **shared,
+            window=FLASH.window,
+            config=config,
+            interpret=False,
+        )
+        for name, config in configs.items()
+    }
+    multiprocessors = jax.devices()[0].core_count
+    forms["sm90"] = functools.partial(
+        attention_sm90.attend, **shared, multiprocessors=multiprocessors
+    )
+    return forms
+
+
+def attention_cases(kind: str, sweep: bool) -> Iterator[Case]:
+    ratio = RATIOS[kind]
     for context in CONTEXTS[:1] if kind == "swa" else CONTEXTS:
         q, window_kv, compressed, sink, position = attention_operands(context, ratio)
         seen = visible(context, ratio) if ratio else np.zeros(CHUNK, int)
@@ -125,28 +156,13 @@ def attention_cases(kind: str, sweep: bool) -> Iterator[Case]:
         keys = np.minimum(np.arange(context - CHUNK, context) + 1, FLASH.window) + seen
         flops = 4.0 * FLASH.heads * FLASH.head_dim * float(keys.sum())
         name = f"{kind} attention {context // 1024}k"
-        for variant, config in configs.items():
-            if variant not in attention_kernel.CONFIGS and context != CONTEXTS[-1]:
-                continue
-            function = functools.partial(
-                attention_kernel.attend,
-                ratio=max(ratio, 1),
-                window=FLASH.window,
-                scale=scale,
-                config=config,
-                interpret=False,
-            )
-            yield Case(
-                name,
-                variant,
-                function,
-                (q, window_kv, compressed, indices, sink, position),
-                flops,
-                2.0 * q.nbytes,
-            )
+        operands = (q, window_kv, compressed, indices, sink, position)
+        for variant, function in attention_forms(kind, sweep).items():
+            yield Case(name, variant, function, operands, flops)
         rows = CHUNK // 8
         tail = (q[-rows:], window_kv[-rows - FLASH.window + 1 :])
-        options = {"window": FLASH.window, "scale": scale, "implementation": "reference"}
+        options = {"window": FLASH.window, "scale": FLASH.head_dim**-0.5}
+        options["implementation"] = "reference"
         if kind == "csa":
             function = functools.partial(sparse_attention, **options)
             operands = (*tail, compressed, indices[-rows:], sink, position + CHUNK - rows)
@@ -159,24 +175,15 @@ def attention_cases(kind: str, sweep: bool) -> Iterator[Case]:
 
 def check_attention(kind: str) -> dict[str, Any]:
     """Agreement on 64 tokens in the middle of the chunk, bits of cuts and of a second run."""
-    ratio = {"swa": 0, "hca": 128, "csa": 4}[kind]
+    ratio = RATIOS[kind]
     context = CONTEXTS[-1]
     q, window_kv, compressed, sink, position = attention_operands(context, ratio)
     indices = selection(context) if kind == "csa" else None
     if compressed is not None:  # capacity rows nobody sees hold NaN
         compressed = compressed.at[context // ratio :].set(jnp.nan)
     results: dict[str, Any] = {}
-    for variant, config in attention_kernel.CONFIGS.items():
-        call = jax.jit(
-            functools.partial(
-                attention_kernel.attend,
-                ratio=max(ratio, 1),
-                window=FLASH.window,
-                scale=FLASH.head_dim**-0.5,
-                config=config,
-                interpret=False,
-            )
-        )
+    for variant, function in attention_forms(kind).items():
+        call = jax.jit(function)
 
         def part(start: int, count: int, call: Any = call) -> jax.Array:
             stop = start + count
@@ -463,7 +470,7 @@ def check_hyper() -> dict[str, Any]:
     )
     distances = [distance(a[rows], b) for a, b in zip(got, wanted, strict=True)]
     distances.append(distance(mixed[rows], wanted_mixed))
-    limits = (2e-3, 1e-5, 1e-5, 2e-3)
+    limits = (5e-3, 1e-4, 1e-4, 5e-3)
     cut = True
     for size in (*CUTS, 1):
         for start in (0, CHUNK - size):
@@ -625,27 +632,20 @@ def workspace() -> dict[str, float]:
 # ---------------------------------------------------------------------------------------- main
 
 SWEEPS: dict[str, Any] = {
-    "attention": [
-        (64, 64, 8, 3),
-        (64, 32, 8, 2),
-        (64, 32, 8, 3),
-        (64, 64, 16, 2),
-        (64, 16, 8, 2),
-        (32, 32, 8, 3),
-        (32, 32, 4, 2),
-        (32, 16, 8, 3),
-    ],
-    "indexer": [(128, 128, 8, 2), (128, 64, 4, 3), (64, 128, 4, 3), (128, 256, 8, 2)],
-    "top_k": [(16384, 1024), (16384, 2048), (8192, 2048), (4096, 1024), (4096, 512)],
+    "attention": [(32, 32, 4, 3), (32, 16, 4, 3), (64, 32, 8, 2), (16, 32, 4, 2)],
+    "indexer": [(64, 128, 4, 2), (64, 128, 4, 4), (64, 64, 4, 4), (64, 256, 8, 3)],
+    "top_k": [(8192, 1024), (16384, 2048), (4096, 1024), (4096, 512)],
     "hyper": [
-        {"project_tokens": 32},
-        {"project_tokens": 64, "project_columns": 128, "project_warps": 8},
-        {"project_columns": 128, "project_stages": 4},
-        {"pre_tokens": 8, "pre_columns": 512},
-        {"pre_tokens": 4, "pre_columns": 1024},
-        {"post_tokens": 2, "post_columns": 1024},
-        {"post_tokens": 1, "post_columns": 1024},
-        {"post_tokens": 1, "post_columns": 2048},
+        {"project_columns": 128, "project_stages": 3},
+        {"project_stages": 5},
+        {"project_warps": 4},
+        {"project_tokens": 32, "project_warps": 4},
+        {"project_tokens": 128, "project_stages": 3},
+        {"pre_tokens": 4, "pre_columns": 512},
+        {"pre_tokens": 8, "pre_columns": 256},
+        {"pre_tokens": 8, "pre_columns": 512, "pre_warps": 8},
+        {"post_warps": 2},
+        {"post_tokens": 2, "post_columns": 512},
     ],
 }
 
