@@ -16,10 +16,15 @@ import streaming
 from ds4jax.admission import PlanError
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint import load as loading
+from ds4jax.checkpoint.converted import ConvertedSource
+from ds4jax.checkpoint.safetensors import SafetensorsSource
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import ModelConfig
 from ds4jax.moe import LayerSlabs
 from pallas_kernels.routed_experts import ExpertSlab
+from streaming import streamer as streamers
+from streaming import window as arithmetic
+from streaming.numa import POLICIES
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +63,7 @@ class ExpertPlan:
 
 def default_window(tier: str) -> int:
     """Units copied ahead unless told otherwise; the jitter of a disk needs one more."""
-    return streaming.streamer.RAM_WINDOW if tier == "ram" else streaming.streamer.DISK_WINDOW
+    return streamers.RAM_WINDOW if tier == "ram" else streamers.DISK_WINDOW
 
 
 def slab_layout(source: TensorSource, layers: int) -> streaming.SlabLayout:
@@ -112,15 +117,16 @@ def file_locator(
 
     Raises PlanError for a source without files.
     """
-    extent = getattr(source, "extent", None)
-    if extent is None:
+    if not isinstance(source, SafetensorsSource | ConvertedSource):
         raise PlanError(
             "config.streaming.tier is 'disk', but this checkpoint has no files: expected a "
             "checkpoint folder, or config.streaming.tier='ram'"
         )
 
+    extent = source.extent
+
     def locate(layer: int, item: int, component: str) -> list[streaming.FileRange]:
-        places = [extent(name) for name in tensor_names(first_layer + layer, item, component)]
+        places = map(extent, tensor_names(first_layer + layer, item, component))
         return [streaming.FileRange(place.path, place.offset, place.nbytes) for place in places]
 
     return locate
@@ -144,7 +150,7 @@ class ExpertPool:
         device: jax.Device,
         *,
         layers: range | None = None,
-        numa: streaming.numa.Policy = "auto",
+        numa: str = "auto",
         on_bytes: Callable[[int], None] = lambda done: None,
     ):
         self.plan, self.device = plan, device
@@ -177,23 +183,25 @@ class ExpertPool:
         self._count(len(chosen))
         return (slab,), jax.device_put(where, self.device)
 
-    def _open_streamer(self, source: TensorSource, numa: streaming.numa.Policy) -> None:
+    def _open_streamer(self, source: TensorSource, numa: str) -> None:
         streamed, ring = self.plan.residency.streamed, None
         driver, node = _cuda(self.device)
         self.pinner = streaming.Pinner(driver)
         if self.plan.tier == "ram":
             self.store = streaming.HostStore(
-                self.layout, streamed, policy=numa, device_node=node, pinner=self.pinner
+                self.layout,
+                streamed,
+                policy=next(policy for policy in POLICIES if policy == numa),
+                device_node=node,
+                pinner=self.pinner,
             )
             self.store.fill(
                 store_filler(source, self.layers.start),
                 on_layer=lambda layer: self._count(len(streamed[layer])),
             )
         else:
-            window = (
-                streaming.streamer.DISK_WINDOW if self.plan.window is None else self.plan.window
-            )
-            rows = streaming.window.wave_items(
+            window = self.plan.resolved_window
+            rows = arithmetic.wave_items(
                 max(map(len, streamed)), self.layout.item_bytes, window, self.plan.slab_bytes
             )
             ring = streaming.DiskRing(
@@ -268,8 +276,15 @@ class ExpertPool:
         """The slab of a wave, for programs that are dispatched next."""
         assert self.streamer is not None
         slab = self.streamer.take(step, wave)
-        arrays = {name: slab.arrays.get(name) for name in (*_MATRICES, *_SCALES)}
-        return (ExpertSlab(**arrays, format=self._format),), slab.where
+        arrays = slab.arrays
+        experts = ExpertSlab(
+            arrays["gate_up"],
+            arrays.get("gate_up_scale"),
+            arrays["down"],
+            arrays.get("down_scale"),
+            self._format,
+        )
+        return (experts,), slab.where
 
     def computed(self, step: int, wave: int, output: jax.Array, reached: jax.Array) -> None:
         """All programs that use a wave have been dispatched; see `streaming.Streamer.computed`."""
@@ -305,9 +320,6 @@ class ExpertPool:
         elif self.pinner is not None:
             self.pinner.close()
         self.resident = []
-
-
-_SCALES = tuple(f"{name}_scale" for name in _MATRICES)
 
 
 def _cuda(device: jax.Device) -> tuple[streaming.CudaDriver | None, int | None]:

@@ -146,40 +146,46 @@ def _visit(
         clock.reached(routing.ids)
         return routing
 
-    def end(index: int, routing: Routing, slots: jax.Array | None) -> None:
-        assert slots is not None  # a layer without residents has at least one wave
+    def end(index: int, routing: Routing, slots: jax.Array) -> None:
         work = works[index]
         work.streams = runner.finish(place, work.streams, routing, slots)
 
     if step.mode != "routed" and pool.waves(number) <= 1:
         # One slab serves all chunks: each is finished before the next begins.
-        slab = pool.take(number, 0) if pool.waves(number) else None
+        streams = pool.waves(number) == 1
+        parts = [part for part in (resident, pool.take(number, 0) if streams else None) if part]
+        ids = []
         for index in range(len(works)):
             routing = begin(index)
-            slots = runner.experts(routing, resident, None) if resident else None
-            if slab is not None:
-                slots = runner.experts(routing, slab, slots)
+            slots: jax.Array | None = None
+            for part in parts:
+                slots = runner.experts(routing, part, slots)
+            assert slots is not None  # a layer without residents streams
             end(index, routing, slots)
-        if slab is not None:
-            del slab
-            pool.computed(number, 0, runner.tick(works[-1].streams), routing.ids)
+            ids.append(routing.ids)
+        del parts
+        if streams:
+            pool.computed(number, 0, runner.tick(works[-1].streams), ids[-1])
         return
     routings = [begin(index) for index in range(len(works))]
     if step.mode == "routed":
         pool.routed(number, np.concatenate([np.asarray(routing.ids) for routing in routings]))
     # The residents' share is dispatched before the slabs are: it hides what is still on its way.
     held = [runner.experts(routing, resident, None) if resident else None for routing in routings]
-    waves = pool.waves(number)
-    for wave in range(waves):
+    for wave in range(pool.waves(number)):
         if wave:
             pool.issue_ahead(number, wave)
         slab = pool.take(number, wave)
         for index, routing in enumerate(routings):
             held[index] = runner.experts(routing, slab, held[index])
         del slab
-        pool.computed(number, wave, runner.tick(held[-1]), routings[-1].ids)
+        output = held[-1]
+        assert output is not None
+        pool.computed(number, wave, runner.tick(output), routings[-1].ids)
+        del output
     for index, routing in enumerate(routings):
         slots, held[index] = held[index], None
+        assert slots is not None  # a layer that streams has at least one wave
         end(index, routing, slots)
 
 

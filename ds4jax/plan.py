@@ -17,6 +17,7 @@ from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import ConfigError, ModelConfig, Numerics
 from ds4jax.experts import ExpertPlan, all_resident, default_window
 from ds4jax.run_config import RunConfig
+from streaming.window import live_bound
 
 # Streams of a micro-batch may take this share of the memory that experts could have. Beyond it the
 # residents that they displace cost more traffic than a longer micro-batch saves.
@@ -196,7 +197,7 @@ def choose_residency(
     return      the residency and the slab budget (None when everything is resident)
     Raises PlanError with the missing bytes when it does not fit.
     """
-    live = streaming.window.live_bound(window)
+    live = live_bound(window)
 
     def slabs(residents: int) -> int:
         whole = live * (experts - residents) * item_bytes
