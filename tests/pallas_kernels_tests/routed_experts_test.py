@@ -327,6 +327,9 @@ class PortableTest(parameterized.TestCase):
         self.assertLess(relative(got, wanted), 2e-3)
         self.assertGreater((got == wanted).mean(), 0.99)
 
+    def test_every_code_and_scale_is_exact(self):
+        check_down_weight(interpret=True)
+
     def test_extreme_scales(self):
         case = make_case(self.id(), tokens=4, hidden=128, expert_width=64)
         case.slab.gate_up_scale[:, ::3] = 0
@@ -379,6 +382,69 @@ class PortableTest(parameterized.TestCase):
 
     def test_lowers_for_cuda_with_bfloat16_weights(self):
         self.assertIn("routed_experts_down", lower_for_cuda(specs.FLASH, 512, "bf16", split=False))
+
+
+def read_out_down_weight(interpret):
+    """All FP4 bytes under all scale bytes, as the down kernel decodes them: [512, 256]."""
+    codes = np.broadcast_to(np.arange(256, dtype=np.uint8), (1, 256, 256))
+    scales = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None], (1, 256, 16))
+    slab = ExpertSlab(
+        np.zeros((1, 1024, 128), np.uint8), np.zeros((1, 1024, 8), np.uint8), codes, scales, "fp4"
+    )
+    order = ordering.order_rows(jnp.zeros((512, 1), jnp.int32), jnp.zeros(1, jnp.int32), 1)
+    (tiles,) = ordering.row_tiles(order, 0, 1, (64,))
+    blocks = tiling.Tiling(out=64, rows=64, step=64, warps=4, stages=2)
+    h = portable.split_pairs(jnp.eye(512, dtype=jnp.bfloat16))
+    run = functools.partial(portable.down, tiling=blocks, interpret=interpret)
+    return np.asarray(jax.jit(run)(h, order, tiles, slab, None)), slab
+
+
+def check_down_weight(interpret):
+    got, slab = read_out_down_weight(interpret)
+    with np.errstate(all="ignore"):
+        weight = host.decode_fp4(slab.down, slab.down_scale)[0].astype(jnp.bfloat16).astype("f4")
+    # A row that holds infinity or NaN meets the zeros of the one-hot inputs.
+    weight[~np.isfinite(weight).all(axis=1)] = np.nan
+    got = got.T.astype("f4")
+    tiny = (np.abs(weight) < np.finfo(np.float32).tiny) & (got == 0)
+    np.testing.assert_array_equal(got, np.where(tiny, 0, weight))
+
+
+@pytest.mark.gpu1
+class CompiledTest(parameterized.TestCase):
+    """The compiled kernels on this machine's GPU."""
+
+    def test_every_code_and_scale_is_exact(self):
+        check_down_weight(interpret=False)
+
+    @parameterized.product(tokens=(1, 300), quantize_input=(False, True))
+    def test_agrees_with_the_reference_at_flash_width(self, tokens, quantize_input):
+        rng = np.random.default_rng(tokens)
+        d, f, n = specs.FLASH.hidden, specs.FLASH.expert_width, 8
+        codes = [
+            rng.integers(0, 256, shape, np.uint8) for shape in ((n, 2 * f, d // 2), (n, d, f // 2))
+        ]
+        scales = [
+            rng.integers(117, 122, shape, np.uint8)
+            for shape in ((n, 2 * f, d // 32), (n, d, f // 32))
+        ]
+        slab = ExpertSlab(codes[0], scales[0], codes[1], scales[1], "fp4")
+        case = dataclasses.replace(
+            make_case(self.id(), tokens=tokens, experts_per_token=6),
+            x=rng.standard_normal((tokens, d)).astype(jnp.bfloat16),
+            slab=slab,
+        )
+        got = run(case, quantize_input=quantize_input, implementation="portable")
+        wanted = run(case, quantize_input=quantize_input, implementation="reference")
+        self.assertLess(relative(got, wanted), 2e-3)
+        order = np.random.default_rng(3).permutation(8)
+        slots = None
+        for experts in (order[:3], order[3:]):
+            where = np.full(8, -1, "i4")
+            where[experts] = np.arange(len(experts))
+            slabs = (part(case.slab, experts),)
+            slots = run(case, slabs=slabs, where=where, slots=slots, quantize_input=quantize_input)
+        assert_same_bits(slots, got)
 
 
 def lower_for_cuda(spec, tokens, weights_format, split):
