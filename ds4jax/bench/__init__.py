@@ -1,0 +1,1 @@
+"""Measurements of whole runs (module prefill) and of single layers (module layers)."""

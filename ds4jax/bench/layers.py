@@ -1,0 +1,343 @@
+"""Times the parts of one full-width layer of each kind against what the device could do.
+
+python -m ds4jax.bench.layers --out_dir=DIR [--model=configs/models/flash.json]
+    [--tokens=8192] [--positions=0,24576] [--repeats=7] [--trace] [--config.SECTION.KEY=VALUE ...]
+
+A layer is attend, route, experts, finish: the programs that a run dispatches, with all experts of
+the layer on the device. The floor of a part is the larger of its arithmetic and its bytes (weights,
+inputs and outputs once) at the rates below. `--trace` adds the time of every kernel of the layers,
+from the profiler. The folder gets layers.json; the table goes to stderr.
+"""
+
+import collections
+import dataclasses
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from ds4jax import admission, report
+from ds4jax.bench import manifest
+from ds4jax.bench.prefill import whole_numbers
+from ds4jax.cache import Chunk, LayerState, empty_state, make_chunk
+from ds4jax.checkpoint import load as loading
+from ds4jax.checkpoint.synthetic import SyntheticSource
+from ds4jax.cli import common
+from ds4jax.config import LayerKind, ModelConfig
+from ds4jax.flags import config_from_flags, define_config_flags
+from ds4jax.moe import LayerSlabs
+from ds4jax.runner import COMPILED, Runner
+
+SCHEMA = "ds4jax.bench.layers/1"
+# Measured on an H200: a large bfloat16 product of random data, a device-to-device copy (read plus
+# written). Float32 products run on the plain units; their rate is the data sheet's.
+MATRIX_FLOPS_PER_S = 788e12
+FLOAT32_FLOPS_PER_S = 67e12
+BYTES_PER_S = 4.3e12
+PARTS = ("attend", "route", "experts", "finish")
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a part has to do at least: operations by unit, and bytes of device memory."""
+
+    matrix_flops: float
+    float32_flops: float
+    nbytes: float
+
+    @property
+    def floor_s(self) -> float:
+        """Seconds of the unit that has the most to do."""
+        return max(
+            self.matrix_flops / MATRIX_FLOPS_PER_S + self.float32_flops / FLOAT32_FLOPS_PER_S,
+            self.nbytes / BYTES_PER_S,
+        )
+
+
+def work(config: ModelConfig, layer: int, tokens: int, position: int) -> dict[str, Work]:
+    """The work of each part for `tokens` tokens from `position` on, bfloat16 activations."""
+    c, hidden, heads, head = config, config.hidden_size, config.num_attention_heads, config.head_dim
+    ratio, overlapped = c.layer_ratios[layer], c.kind(layer) is LayerKind.CSA
+    streams = tokens * c.hc_mult * hidden * 2
+    rows = tokens * hidden * 2
+    ends = position + np.arange(1, tokens + 1, dtype=np.float64)
+    pairs = np.minimum(ends, c.sliding_window).sum()
+    weights = hidden * c.q_lora_rank + c.q_lora_rank * heads * head + hidden * head
+    weights += c.o_lora_rank * heads * head + hidden * c.o_groups * c.o_lora_rank
+    attention, weight_bytes, read = 0.0, float(weights), 0.0
+    if ratio:
+        seen = np.floor(ends / ratio)
+        width = (2 if overlapped else 1) * head
+        # The compressors' matrices are stored in bfloat16.
+        plain = 2 * hidden * width
+        if overlapped:
+            pairs += np.minimum(seen, c.index_topk).sum()
+            attention += 2.0 * c.index_n_heads * c.index_head_dim * seen.sum()
+            plain += hidden * (4 * c.index_head_dim + c.index_n_heads)
+            weights += c.q_lora_rank * c.index_n_heads * c.index_head_dim
+            weight_bytes += c.q_lora_rank * c.index_n_heads * c.index_head_dim
+            read += seen[-1] * c.index_head_dim * 2
+        else:
+            pairs += seen.sum()
+        weights += plain
+        weight_bytes += 2 * plain
+        read += seen[-1] * head * 2
+    attention += 4.0 * heads * head * pairs
+    maps = c.hc_mult * (2 + c.hc_mult)
+    site = 2.0 * tokens * c.hc_mult * hidden * maps
+    ffn, routed = c.moe_intermediate_size, c.num_experts_per_tok
+    expert = 3 * hidden * ffn
+    slots = tokens * routed * hidden * 2
+    # FP4 codes, and a scale byte for 32 of them.
+    slab = c.n_routed_experts * expert * (1 / 2 + 1 / 32)
+    return {
+        "attend": Work(2.0 * tokens * weights + attention, site, 2 * streams + weight_bytes + read),
+        "route": Work(0.0, site + 2.0 * tokens * hidden * c.n_routed_experts, streams + rows),
+        "experts": Work(2.0 * tokens * routed * expert, 0.0, slab + rows + slots),
+        "finish": Work(2.0 * tokens * expert, 0.0, 2 * streams + rows + slots + expert),
+    }
+
+
+@dataclasses.dataclass
+class Bench:
+    """One layer of each kind, with all that its programs take."""
+
+    config: ModelConfig
+    runner: Runner
+    slabs: list[LayerSlabs]
+    device: jax.Device
+
+    def layer(self, layer: int, chunk: Chunk, state: LayerState, repeats: int) -> dict[str, Any]:
+        """Seconds of each part, medians of `repeats` measurements of a few calls."""
+        streams = _noise(1, (chunk.tokens.shape[0], self.config.hc_mult, self.config.hidden_size))
+        streams = jax.device_put(streams.astype(self.runner.numerics.dtype), self.device)
+        held: dict[str, Any] = {"streams": streams, "state": state}
+        runner = self.runner
+
+        def attend() -> Any:
+            held["streams"], held["state"] = runner.attend(
+                layer, held["streams"], held["state"], chunk
+            )
+            return held["streams"]
+
+        def route() -> Any:
+            held["routing"] = runner.route(layer, held["streams"], chunk)
+            return held["routing"].ids
+
+        def experts() -> Any:
+            held["slots"] = None  # a buffer that is not needed while the next one is filled
+            held["slots"] = runner.experts(held["routing"], self.slabs[layer], None)
+            return held["slots"]
+
+        def finish() -> Any:
+            held["streams"] = runner.finish(layer, held["streams"], held["routing"], held["slots"])
+            return held["streams"]
+
+        found: dict[str, Any] = {}
+        for name, call in zip(PARTS, (attend, route, experts, finish), strict=True):
+            compiled, before = COMPILED.measure(), self._peak()
+            jax.block_until_ready(call())
+            programs, compile_s = compiled()
+            found[name] = {
+                **_seconds(call, repeats),
+                "programs": programs,
+                "compile_s": compile_s,
+                "peak_rise_bytes": self._peak() - before,
+            }
+        ids = np.asarray(held["routing"].ids)
+        found["distinct"] = int(np.unique(ids[ids >= 0]).size)
+        found["finite"] = bool(jnp.isfinite(held["slots"]).all())
+        self.again = (attend, route, experts, finish)
+        return found
+
+    def _peak(self) -> int:
+        stats = self.device.memory_stats() if self.device.platform != "cpu" else None
+        return stats["peak_bytes_in_use"] if stats else 0
+
+
+def _seconds(call: Callable[[], Any], repeats: int, calls: int = 4) -> dict[str, Any]:
+    """Seconds per call; several calls in a row hide the launch, as in a run."""
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for _ in range(calls):
+            last = call()
+        jax.block_until_ready(last)
+        times.append((time.perf_counter() - began) / calls)
+    return {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
+
+
+def _noise(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def one_of_each(config: ModelConfig) -> ModelConfig:
+    """A model with one score-routed layer of each kind that `config` has."""
+    ratios = tuple(dict.fromkeys(config.layer_ratios))
+    return dataclasses.replace(
+        config, num_hidden_layers=len(ratios), compress_ratios=(*ratios, 0), num_hash_layers=0
+    )
+
+
+def random_state(state: LayerState, seed: int) -> LayerState:
+    """A state of the same shapes with contents: zeros would make ties and faster products."""
+    leaves, tree = jax.tree.flatten(state)
+    made = [
+        _noise(seed + number, leaf.shape).astype(leaf.dtype) for number, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(tree, made)
+
+
+def kernel_seconds(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Device seconds and calls by kernel name, longest first, from a trace of the profiler."""
+    totals: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0])
+    for path in sorted(Path(folder).rglob("*.xplane.pb")):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    total = totals[event.name]
+                    total[0] += event.duration_ns / 1e9
+                    total[1] += 1
+    rows = [
+        {"kernel": name, "seconds": seconds, "calls": int(calls)}
+        for name, (seconds, calls) in totals.items()
+    ]
+    return sorted(rows, key=lambda row: -row["seconds"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    return common.exit_code(_bench, argv)
+
+
+def _bench(argv: Sequence[str]) -> int:
+    flag_values = flags.FlagValues()
+    define_config_flags(flag_values)
+    root = Path(__file__).parents[2]
+    flags.DEFINE_string(
+        "model",
+        str(root / "configs" / "models" / "flash.json"),
+        "Model config whose layers are timed, with random weights.",
+        flag_values=flag_values,
+    )
+    flags.DEFINE_string("out_dir", None, "Folder to write.", flag_values=flag_values)
+    flags.DEFINE_integer("tokens", 8192, "Rows of the chunk.", flag_values=flag_values)
+    flags.DEFINE_list(
+        "positions", ["0"], "Positions of the chunk's first token.", flag_values=flag_values
+    )
+    flags.DEFINE_integer("repeats", 7, "Measurements of a part.", flag_values=flag_values)
+    flags.DEFINE_bool("trace", False, "Time every kernel as well.", flag_values=flag_values)
+    common.parse_flags(flag_values, argv, __doc__ or "")
+    positions = whole_numbers("positions", flag_values["positions"].value, least=0)
+    out_dir = Path(common.require_flag(flag_values, "out_dir"))
+    config = config_from_flags(flag_values, {})
+    with report.disk_errors(out_dir):
+        out_dir.mkdir(parents=True, exist_ok=True)
+    model = one_of_each(ModelConfig.from_json(flag_values["model"].value))
+    tokens, numerics = flag_values["tokens"].value, config.numerics.resolve()
+    device = jax.local_devices()[0]
+    bench = _load(model, numerics, device)
+    record: dict[str, Any] = {
+        "schema": SCHEMA,
+        "manifest": manifest.manifest(config, f"synthetic:{flag_values['model'].value}", device),
+        "tokens": tokens,
+        "workspace_estimate_bytes": admission.workspace_bytes(model, numerics, tokens),
+        "rows": [],
+    }
+    for row in _rows(bench, tokens, positions, flag_values["repeats"].value):
+        if flag_values["trace"].value:
+            row["kernels"] = _traced(bench)
+        record["rows"].append(row)
+        report.write_json(out_dir / "layers.json", record)
+        common.say(table(row))
+    common.print_result({"out_dir": str(out_dir)})
+    return common.OK
+
+
+def _load(model: ModelConfig, numerics: Any, device: jax.Device) -> Bench:
+    source = SyntheticSource(model, 0, mtp=False)
+    began = time.perf_counter()
+    transformer = loading.load_resident(source, device=device)
+    experts = range(model.n_routed_experts)
+    where = jax.device_put(np.arange(model.n_routed_experts, dtype=np.int32), device)
+    slabs = [
+        ((loading.place_expert_slab(source, layer, experts, device),), where)
+        for layer in range(model.num_hidden_layers)
+    ]
+    jax.block_until_ready(slabs)
+    common.say(f"loaded {len(slabs)} layers in {time.perf_counter() - began:.1f} s")
+    return Bench(model, Runner(transformer, numerics), slabs, device)
+
+
+def _rows(
+    bench: Bench, tokens: int, positions: Sequence[int], repeats: int
+) -> Iterator[dict[str, Any]]:
+    ids = manifest.synthetic_ids(tokens, bench.config.vocab_size)
+    for position in positions:
+        capacity = max(8192, position + tokens)
+        states = empty_state(bench.config, bench.runner.numerics, capacity).layers
+        for layer in range(bench.config.num_hidden_layers):
+            chunk = jax.device_put(make_chunk(ids, position, tokens), bench.device)
+            state = jax.device_put(random_state(states[layer], layer * 100), bench.device)
+            parts = bench.layer(layer, chunk, state, repeats)
+            floors = work(bench.config, layer, tokens, position)
+            for name in PARTS:
+                parts[name]["floor_s"] = floors[name].floor_s
+                parts[name].update(dataclasses.asdict(floors[name]))
+            yield {
+                "kind": bench.config.kind(layer).value,
+                "position": position,
+                "tokens": tokens,
+                "numerics": str(bench.runner.numerics),
+                "seconds": sum(parts[name]["median_s"] for name in PARTS),
+                "floor_s": sum(floors[name].floor_s for name in PARTS),
+                "parts": parts,
+            }
+
+
+def _traced(bench: Bench) -> list[dict[str, Any]]:
+    """Kernels of one pass through the layer that was timed last."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for call in bench.again:
+                jax.block_until_ready(call())
+        return kernel_seconds(folder)
+
+
+def table(row: Mapping[str, Any]) -> str:
+    """A measured layer in a few lines."""
+    lines = [
+        f"{row['kind']} at {row['position']}, {row['tokens']} tokens, {row['numerics']}: "
+        f"{row['seconds'] * 1e3:.2f} ms, floor {row['floor_s'] * 1e3:.2f} ms; "
+        f"{row['parts']['distinct']} distinct experts, finite {row['parts']['finite']}"
+    ]
+    for name in PARTS:
+        part = row["parts"][name]
+        lines.append(
+            f"  {name:8} {part['median_s'] * 1e3:8.3f} ms ({part['min_s'] * 1e3:.3f}.."
+            f"{part['max_s'] * 1e3:.3f}), floor {part['floor_s'] * 1e3:7.3f} ms = "
+            f"{part['floor_s'] / part['median_s']:5.1%}, compile {part['compile_s']:.1f} s, "
+            f"peak +{part['peak_rise_bytes'] / 1e9:.2f} GB"
+        )
+    for kernel in row.get("kernels", ())[:14]:
+        lines.append(
+            f"    {kernel['seconds'] * 1e3:8.3f} ms {kernel['calls']:4} x {kernel['kernel'][:90]}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
