@@ -154,7 +154,7 @@ class Bench:
                 "peak_rise_bytes": self._peak() - before,
             }
         ids = np.asarray(held["routing"].ids)
-        found["distinct"] = int(np.unique(ids[ids >= 0]).size)
+        found["distinct"] = len(set(ids[ids >= 0].tolist()))
         found["finite"] = bool(jnp.isfinite(held["slots"]).all())
         self.again = (attend, route, experts, finish)
         return found
@@ -169,6 +169,7 @@ def _seconds(call: Callable[[], Any], repeats: int, calls: int = 4) -> dict[str,
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
+        last: Any = None
         for _ in range(calls):
             last = call()
         jax.block_until_ready(last)
@@ -241,24 +242,25 @@ def _bench(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("repeats", 7, "Measurements of a part.", flag_values=flag_values)
     flags.DEFINE_bool("trace", False, "Time every kernel as well.", flag_values=flag_values)
     common.parse_flags(flag_values, argv, __doc__ or "")
-    positions = whole_numbers("positions", flag_values["positions"].value, least=0)
+    given: Mapping[str, Any] = flag_values.flag_values_dict()
+    positions = whole_numbers("positions", given["positions"], least=0)
     out_dir = Path(common.require_flag(flag_values, "out_dir"))
     config = config_from_flags(flag_values, {})
     with report.disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
-    model = one_of_each(ModelConfig.from_json(flag_values["model"].value))
-    tokens, numerics = flag_values["tokens"].value, config.numerics.resolve()
+    model = one_of_each(ModelConfig.from_json(given["model"]))
+    tokens, numerics = given["tokens"], config.numerics.resolve()
     device = jax.local_devices()[0]
     bench = _load(model, numerics, device)
     record: dict[str, Any] = {
         "schema": SCHEMA,
-        "manifest": manifest.manifest(config, f"synthetic:{flag_values['model'].value}", device),
+        "manifest": manifest.manifest(config, f"synthetic:{given['model']}", device),
         "tokens": tokens,
         "workspace_estimate_bytes": admission.workspace_bytes(model, numerics, tokens),
         "rows": [],
     }
-    for row in _rows(bench, tokens, positions, flag_values["repeats"].value):
-        if flag_values["trace"].value:
+    for row in _rows(bench, tokens, positions, given["repeats"]):
+        if given["trace"]:
             row["kernels"] = _traced(bench)
         record["rows"].append(row)
         report.write_json(out_dir / "layers.json", record)
@@ -273,7 +275,7 @@ def _load(model: ModelConfig, numerics: Any, device: jax.Device) -> Bench:
     transformer = loading.load_resident(source, device=device)
     experts = range(model.n_routed_experts)
     where = jax.device_put(np.arange(model.n_routed_experts, dtype=np.int32), device)
-    slabs = [
+    slabs: list[LayerSlabs] = [
         ((loading.place_expert_slab(source, layer, experts, device),), where)
         for layer in range(model.num_hidden_layers)
     ]

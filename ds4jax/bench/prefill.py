@@ -75,13 +75,13 @@ def _bench(argv: Sequence[str]) -> int:
     )
     flags.DEFINE_integer("repeats", 3, "Measured runs of a length.", flag_values=flag_values)
     common.parse_flags(flag_values, argv, __doc__ or "")
-    lengths = whole_numbers("prompt_tokens", flag_values["prompt_tokens"].value)
-    repeats = flag_values["repeats"].value
+    given: Mapping[str, Any] = flag_values.flag_values_dict()
+    lengths, repeats = whole_numbers("prompt_tokens", given["prompt_tokens"]), given["repeats"]
     if repeats < 1:
         raise common.UsageError(f"--repeats is {repeats}, expected at least 1")
     out_dir = Path(common.require_flag(flag_values, "out_dir"))
     config = config_from_flags(flag_values, {"config.prefill.logits": "last"})
-    checkpoint = flag_values["checkpoint"].value
+    checkpoint = given["checkpoint"]
     # As the prefill command: JAX takes three quarters of a GPU unless told otherwise.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     with report.disk_errors(out_dir):
@@ -202,7 +202,7 @@ def _row(
 ) -> dict[str, Any]:
     passes = result.report.passes
     ledgers = _ledgers(result)
-    distinct = [[int(count) for count in part.distinct] for part in passes]
+    distinct = [list(part.distinct) for part in passes]
     flat = [count for part in distinct for count in part]
     median = statistics.median(times)
     stats = engine.device.memory_stats() if engine.device.platform != "cpu" else None

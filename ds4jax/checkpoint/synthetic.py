@@ -107,7 +107,7 @@ class SyntheticSource(TensorSource):
             done += made.nbytes
 
     def _read_table(
-        self, key: tuple[int, int], info: TensorInfo, buffer: np.ndarray, start: int
+        self, key: tuple[Any, Any], info: TensorInfo, buffer: np.ndarray, start: int
     ) -> None:
         """Rows of distinct experts: row r holds (first + column * stride) mod E, hashed from r."""
         columns, experts = info.shape[1], self.config.n_routed_experts

@@ -59,7 +59,9 @@ class DeviceMaker:
         if info.dtype == "I64":
             return self._table(name, info)
         if dtype.itemsize != info.numpy_dtype.itemsize:
-            raise NotImplementedError(f"{name} is stored as {info.dtype}, it is not made as {dtype}")
+            raise NotImplementedError(
+                f"{name} is stored as {info.dtype}, it is not made as {dtype}"
+            )
         return self._stack([name], info, dtype)[0]
 
     def slab(self, layer: int | str, experts: Sequence[int]) -> ExpertSlab:
@@ -102,7 +104,7 @@ class DeviceMaker:
         key = self._put([tensor_key(self.source.seed, name)])
         return _make_table(key, rows, columns, experts, table_strides(experts, columns))
 
-    def _put(self, values: Sequence[tuple[int, int]]) -> jax.Array:
+    def _put(self, values: Sequence[tuple[Any, Any]]) -> jax.Array:
         return jax.device_put(np.asarray(values, np.uint32), self.device)
 
 
@@ -129,9 +131,7 @@ def _make(keys_: jax.Array, recipes: jax.Array, shape: tuple[int, ...], dtype: A
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "columns", "experts", "strides"))
-def _make_table(
-    key: jax.Array, rows: int, columns: int, experts: int, strides: int
-) -> jax.Array:
+def _make_table(key: jax.Array, rows: int, columns: int, experts: int, strides: int) -> jax.Array:
     """A token table, i32 [rows, columns]; see `SyntheticSource`."""
     index = jnp.arange(rows, dtype=jnp.uint32)
     low, high = (jnp.broadcast_to(key[0, part], index.shape) for part in (0, 1))
