@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -40,11 +39,12 @@ class Loaded:
 class Trace:
     """What a forward pass shows, rows of all chunks joined.
 
-    logits [T, V]; streams [L, T, S, D] after each layer; experts, weights [L, T, k] sorted by
-    expert; chosen [CSA layers, T, index_topk]; state after the last token.
+    logits [T, V], None where layers ran alone; streams [L, T, S, D] after each layer; experts,
+    weights [L, T, k] sorted by expert; chosen [CSA layers, T, index_topk]; state after the last
+    token.
     """
 
-    logits: np.ndarray
+    logits: np.ndarray | None
     streams: np.ndarray
     experts: np.ndarray
     weights: np.ndarray
@@ -95,19 +95,16 @@ def finish(
     return half.finish(streams, routing, slots, numerics)
 
 
-JITS = {part: jax.jit(part, static_argnames="numerics") for part in (attend, route, finish)}
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The programs of a layer; tests of mistakes put their own in place."""
+
+    attend: Callable[..., Any]
+    route: Callable[..., Any]
+    finish: Callable[..., Any]
 
 
-def fresh_jit(part: Callable[..., Any]) -> Callable[..., Any]:
-    """A jit of `part` with nothing compiled: jits of one function share what they compiled."""
-    # No optimisation: it runs once or twice, compiling is what takes the time.
-    return jax.jit(
-        lambda *args: part(*args),
-        static_argnums=len(inspect.signature(part).parameters) - 1,
-        compiler_options={"xla_backend_optimization_level": 0},
-    )
-
-
+PARTS = Parts(*(jax.jit(part, static_argnames="numerics") for part in (attend, route, finish)))
 jit_embed = jax.jit(model.embed_tokens, static_argnames=("streams", "numerics"))
 jit_logits = jax.jit(lambda head, streams: head.logits(streams))
 
@@ -123,17 +120,12 @@ def forward(
     inputs: np.ndarray | None = None,
     layers: Sequence[int] | None = None,
     capacity: int = 1024,
-    fresh: Sequence[str] = (),
+    parts: Parts = PARTS,
 ) -> Trace:
     """Runs `tokens` in chunks of the given lengths, each padded to `rows` rows.
 
     With inputs [L, T, S, D] every layer of `layers` runs alone, from its own input streams.
-    fresh names the parts (attend, route, finish) that are traced again, so that functions patched
-    by a test take effect.
     """
-    run_attend, run_route, run_finish = (
-        fresh_jit(part) if part.__name__ in fresh else JITS[part] for part in JITS
-    )
     assert sum(chunks) == len(tokens)
     transformer, config = loaded.transformer, loaded.config
     blocks = [transformer.blocks[i] for i in layers or range(config.num_hidden_layers)]
@@ -143,23 +135,26 @@ def forward(
     head = only(transformer, "hc_head", "norm", "head", "config")
     position = state.position
     logits: list[Any] = []
-    parts: list[list[Any]] = [[] for _ in range(4)]
+    observed: list[list[Any]] = [[] for _ in range(4)]
     for length in chunks:
         begin = position - state.position
         chunk = cache.make_chunk(tokens[begin : begin + length], position, rows)
-        streams = jit_embed(transformer.embed, chunk.tokens, config.hc_mult, numerics)
+        if inputs is None:
+            streams = jit_embed(transformer.embed, chunk.tokens, config.hc_mult, numerics)
         seen: list[list[Any]] = [[] for _ in range(4)]
         for index, (block, slab) in enumerate(zip(blocks, slabs, strict=True)):
             if inputs is not None:
                 streams = np.zeros_like(inputs, numerics.dtype, shape=(rows, *inputs.shape[2:]))
                 streams[:length] = inputs[index, begin : begin + length]
                 streams = jnp.asarray(streams)
-            streams, states[index], chosen = run_attend(
+            streams, states[index], chosen = parts.attend(
                 only(block, "hc_attn", "attn_norm", "attn"), streams, states[index], chunk, numerics
             )
-            routing = run_route(only(block, "hc_ffn", "ffn_norm", "ffn"), streams, chunk, numerics)
+            routing = parts.route(
+                only(block, "hc_ffn", "ffn_norm", "ffn"), streams, chunk, numerics
+            )
             last = dataclasses.replace(only(block, "hc_ffn"), ffn=only(block.ffn, "shared_experts"))
-            streams = run_finish(last, streams, routing, slab, numerics)
+            streams = parts.finish(last, streams, routing, slab, numerics)
             order = np.argsort(routing.ids, axis=-1)
             seen[0].append(streams)
             seen[1].append(np.take_along_axis(np.asarray(routing.ids), order, -1))
@@ -169,15 +164,22 @@ def forward(
                 none_last = np.where(np.asarray(chosen) < 0, np.iinfo(np.int32).max, chosen)
                 none_last = np.sort(none_last, axis=-1)
                 seen[3].append(np.where(none_last == np.iinfo(np.int32).max, -1, none_last))
-        logits.append(np.asarray(jit_logits(head, streams))[:length])
-        for part, values in zip(parts, seen, strict=True):
-            part.append([np.asarray(value)[:length] for value in values])
+        if inputs is None:
+            logits.append(np.asarray(jit_logits(head, streams))[:length])
+        for column, values in zip(observed, seen, strict=True):
+            column.append([np.asarray(value)[:length] for value in values])
         position += length
     joined = [
-        np.stack([np.concatenate(layer) for layer in zip(*part, strict=True)]) if part[0] else None
-        for part in parts
+        np.stack([np.concatenate(layer) for layer in zip(*column, strict=True)])
+        if column[0]
+        else None
+        for column in observed
     ]
-    return Trace(np.concatenate(logits), *joined, cache.SequenceState(position, tuple(states)))
+    return Trace(
+        np.concatenate(logits) if logits else None,
+        *joined,
+        cache.SequenceState(position, tuple(states)),
+    )
 
 
 def load_everything(source: TensorSource) -> Loaded:
@@ -286,6 +288,12 @@ def golden() -> Callable[[str], Case]:
 def run() -> Callable[..., Trace]:
     """`forward`: compiled layers are shared by all tests of a process."""
     return forward
+
+
+@pytest.fixture(scope="session")
+def parts() -> Parts:
+    """The programs that `run` uses when it gets no others."""
+    return PARTS
 
 
 @pytest.fixture(scope="session")

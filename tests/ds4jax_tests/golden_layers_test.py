@@ -4,6 +4,7 @@ The sharpest test of the activation quantisations: inputs are exact, so flipped 
 pile up over layers. Each simulation left out has to break the limits.
 """
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -59,3 +60,19 @@ def test_bfloat16_with_all_quantisations(single_layers):
     assert np.median(distance, axis=1).max() <= 0.03
     assert np.median(distance, axis=1).max() <= limits["rel_l2_median_per_layer"]
     assert np.quantile(distance, 0.95, axis=1).max() <= limits["rel_l2_p95_per_layer"]
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_float32_without_quantisation,
+        test_float32_with_all_quantisations,
+        test_bfloat16_with_all_quantisations,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_limits_hold_on_a_gpu(check, single_layers):
+    """Roundings that are part of the model survive a compiler that keeps excess precision."""
+    assert jax.default_backend() == "gpu"
+    check(single_layers)

@@ -125,6 +125,13 @@ def test_cos_and_sin_are_those_of_the_float32_angle(start):
     np.testing.assert_allclose(sin, np.sin(angle.astype(np.float64)), atol=1e-7)
 
 
+@pytest.mark.gpu1
+def test_cos_and_sin_are_exact_on_a_gpu():
+    assert jax.default_backend() == "gpu"
+    for start in (0, 65_000, 1_048_576 - 4096):
+        test_cos_and_sin_are_those_of_the_float32_angle(start)
+
+
 @pytest.mark.parametrize("heads", [(), (3,)])
 def test_adjacent_channels_turn_as_complex_numbers(heads):
     x = random(5, 7, *heads, 20)
