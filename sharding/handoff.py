@@ -8,7 +8,9 @@ shapes and dtypes) and an acknowledgement per unit. The arrays themselves take o
     "transfer"    `jax.experimental.transfer`: the producer offers the arrays under the unit's id,
                   the consumer pulls them to its device.
     "device_put"  `jax.device_put` to a device of the other process, under `jax.distributed`. On
-                  CUDA this is NCCL; keep it and collectives of one process on one thread.
+                  CUDA this is NCCL; keep it and collectives of one process on one thread. Only
+                  for runs of two processes: JAX numbers the transfers of a process, whoever the
+                  peer is, and both sides have to arrive at the same number.
 
 Ids make the order explicit: request << 32 | step << 8 | stage. The header is sent after the arrays
 were offered, so a pull never waits for an offer; a unit is acknowledged when its arrays are ready
@@ -148,10 +150,20 @@ class TransferPayload:
 
 @dataclasses.dataclass(frozen=True)
 class DevicePutPayload:
-    """`jax.device_put` from `source` to `target`, of which one belongs to another process."""
+    """`jax.device_put` from `source` to `target`, of which one belongs to another process.
+
+    Raises ValueError in a run of more than two processes: a middle stage would wait forever.
+    """
 
     source: jax.Device
     target: jax.Device
+
+    def __post_init__(self) -> None:
+        if jax.process_count() > 2:
+            raise ValueError(
+                f"hand-off by device_put in a run of {jax.process_count()} processes: expected at "
+                "most 2; use TransferPayload or SocketPayload"
+            )
 
     def offer(self, link: socket.socket, uid: int, arrays: list[jax.Array]) -> dict[str, Any]:
         return {}

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from sharding.handoff import (
+    DevicePutPayload,
     HandoffError,
     Listener,
     Receiver,
@@ -179,6 +181,15 @@ class LinkTest(parameterized.TestCase):
             theirs.sendall((99).to_bytes(8, "big"))
             with self.assertRaisesRegex(HandoffError, "id 0x63 acknowledged, expected 0x0"):
                 sender.flush()
+
+    def test_device_put_is_refused_with_more_than_two_processes(self):
+        devices = jax.devices()
+        DevicePutPayload(devices[0], devices[1])
+        with (
+            mock.patch.object(jax, "process_count", return_value=3),
+            self.assertRaisesRegex(ValueError, "run of 3 processes: expected at most 2"),
+        ):
+            DevicePutPayload(devices[0], devices[1])
 
     def test_ends_can_be_built_from_sockets(self):
         server = socket.create_server(("127.0.0.1", 0))

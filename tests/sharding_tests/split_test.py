@@ -273,7 +273,7 @@ def types_of(problem, plan):
 
 
 class BruteForceTest(parameterized.TestCase):
-    @parameterized.parameters(*range(6))
+    @parameterized.parameters(*range(4))
     def test_equals_brute_force_with_ties(self, block):
         compared = sum(self.check_seed(seed) for seed in range(block * 150, (block + 1) * 150))
         self.assertGreaterEqual(compared, 84)  # of 150; the others are refused by both
@@ -392,7 +392,6 @@ class SpeedTest(parameterized.TestCase):
         self.assertEqual(plan.stages[-1].range.end, 43)
 
     def test_100_repeats_are_identical(self):
-        problem = random_problem(3, limited=False, peers=True)
         for problem in (random_problem(4), flash_problem([card(24), card(32)])):
             first = plan_stages(problem)
             text = str(first)
@@ -403,7 +402,7 @@ class SpeedTest(parameterized.TestCase):
 
 
 class PromiseTest(absltest.TestCase):
-    @settings(deadline=None, max_examples=150, derandomize=True)
+    @settings(deadline=None, max_examples=100, derandomize=True)
     @given(seed=st.integers(0, 10**9))
     def test_never_exceeds_any_memory(self, seed):
         problem = random_problem(seed)
@@ -421,7 +420,7 @@ class PromiseTest(absltest.TestCase):
         self.assertEqual(bounds[-1], len(problem.layers))
         self.assertEqual(bounds, sorted(set(bounds)))
 
-    @settings(deadline=None, max_examples=150, derandomize=True)
+    @settings(deadline=None, max_examples=100, derandomize=True)
     @given(seed=st.integers(0, 10**9), more=st.lists(st.integers(0, 40), min_size=3, max_size=3))
     def test_more_memory_is_never_slower(self, seed, more):
         problem = random_problem(seed)
