@@ -81,6 +81,23 @@ class SequenceState:
     layers: tuple[LayerState, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class PausedPass:
+    """A sequence in the middle of a micro-batch, between two layers.
+
+    layer    the next layer
+    state    its position is that of the first token of the micro-batch; layers below `layer` have
+             seen the micro-batch already
+    streams  of each chunk, what enters the next layer
+    tokens   how many tokens each chunk has
+    """
+
+    layer: int
+    state: SequenceState
+    streams: tuple[jax.Array, ...]
+    tokens: tuple[int, ...]
+
+
 def entry_rows(ratio: int, capacity_tokens: int) -> int:
     """Rows N of a compressed buffer for `capacity_tokens` tokens: a multiple of 128."""
     return max(-(-(capacity_tokens // ratio) // ENTRY_ROWS), 1) * ENTRY_ROWS

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ds4jax import admission, events, passes
+import streaming
+from ds4jax import accounts, admission, events, passes
 from ds4jax.cache import (
+    PausedPass,
     SequenceState,
     abstract_state,
     empty_layer_state,
@@ -95,24 +97,7 @@ class PrefillResult:
     logprobs: LogProbs | None
     state: SequenceState
     report: PrefillReport
-    paused: "PausedPass | None" = None
-
-
-@dataclasses.dataclass(frozen=True)
-class PausedPass:
-    """A sequence in the middle of a micro-batch, between two layers.
-
-    layer    the next layer
-    state    its position is that of the first token of the micro-batch; layers below `layer` have
-             seen the micro-batch already
-    streams  of each chunk, what enters the next layer
-    tokens   how many tokens each chunk has
-    """
-
-    layer: int
-    state: SequenceState
-    streams: tuple[jax.Array, ...]
-    tokens: tuple[int, ...]
+    paused: PausedPass | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +206,17 @@ class Engine:
         self._stages: Sequence[Stage] = stages
         # Row shapes whose head is compiled.
         self._shapes_seen: set[int] = set()
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The device of every plan."""
+        return tuple(stage.device for stage in self._stages)
+
+    @property
+    def page_locking(self) -> tuple[streaming.pinned.PinReport, ...]:
+        """What page-locking host memory took, for every stage that streams."""
+        pinners = (stage.pool.pinner for stage in self._stages)
+        return tuple(pinner.report() for pinner in pinners if pinner is not None)
 
     @property
     def plan(self) -> Plan:
@@ -477,6 +473,7 @@ class Engine:
             wall = time.perf_counter() - began
             self._deliver_batch(slices, streams, readings, mode, on_event, report, wall, compiled)
             return {}
+        self._tell_pass(slices, report, batch.layer, on_event)
         held = {}
         for index in {piece.job.index for piece in slices}:
             reading = readings[index]
@@ -489,6 +486,16 @@ class Engine:
                 tuple(slices[number].length for number in own),
             )
         return held
+
+    def _tell_pass(
+        self,
+        slices: Sequence[_Slice],
+        report: passes.PassReport,
+        end_layer: int,
+        on_event: events.Observer,
+    ) -> None:
+        tokens = sum(piece.length for piece in slices)
+        on_event(accounts.pass_done(report, self.plans, end_layer, tokens, len(slices)))
 
     def _deliver_batch(
         self,
@@ -504,6 +511,7 @@ class Engine:
         """Makes the outputs of a micro-batch that has left the last layer."""
         for index in {piece.job.index for piece in slices}:
             readings[index].passes.append(report)
+        self._tell_pass(slices, report, self.model_config.num_hidden_layers, on_event)
         runner, device_seconds = self._stages[-1].runner, sum(report.work_seconds)
         for piece, leaving, seconds in zip(slices, streams, report.work_seconds, strict=True):
             reading, began = readings[piece.job.index], time.perf_counter()
@@ -615,6 +623,11 @@ class Engine:
     def _check_paused(self, paused: PausedPass, tokens: int) -> None:
         """Raises ConfigError unless `paused` is a pass of this engine over the next tokens."""
         layers, chunk = self.model_config.num_hidden_layers, self.config.prefill.chunk_tokens
+        if len(self._stages) > 1:
+            raise ConfigError(
+                f"paused: the engine has {len(self._stages)} stages, a paused pass goes on with "
+                "one: resume without config.pipeline.split"
+            )
         if not 0 < paused.layer < layers:
             raise ConfigError(
                 f"paused: its next layer is {paused.layer}, expected 1..{layers - 1}: it belongs "

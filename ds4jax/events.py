@@ -78,7 +78,36 @@ class LayerDone:
     total: int
 
 
-Event = WeightsLoaded | PromptStarted | ChunkDone | LayerDone
+@dataclasses.dataclass(frozen=True)
+class LayerPass:
+    """What a pass did in one layer.
+
+    seconds                device time of all chunks
+    distinct_experts       experts that a row of the pass chose
+    moved_bytes            of streamed experts
+    stall_seconds          the device waited for a slab; dispatch_wait_seconds the host for files
+    waited_for             the expert that the longest of these waits ended with
+    """
+
+    layer: int
+    seconds: float
+    distinct_experts: int
+    moved_bytes: int
+    stall_seconds: float
+    dispatch_wait_seconds: float
+    waited_for: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PassDone:
+    """A micro-batch of `chunks` chunks with `tokens` tokens has been through these layers."""
+
+    tokens: int
+    chunks: int
+    layers: tuple[LayerPass, ...]
+
+
+Event = WeightsLoaded | PromptStarted | ChunkDone | LayerDone | PassDone
 Observer = Callable[[Event], None]
 
 
@@ -114,13 +143,41 @@ def chunk_metrics(event: ChunkDone) -> dict[str, Any]:
     }
 
 
+def layer_metrics(event: PassDone, number: int) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl for pass `number`, one per layer."""
+    return [
+        {
+            "schema": "ds4jax.layer/1",
+            "pass_index": number,
+            "layer_index": layer.layer,
+            "pass_tokens": event.tokens,
+            "pass_chunks": event.chunks,
+            "seconds_s": round(layer.seconds, 6),
+            "distinct_experts": layer.distinct_experts,
+            "moved_bytes": layer.moved_bytes,
+            "stall_s": round(layer.stall_seconds, 6),
+            "dispatch_wait_s": round(layer.dispatch_wait_seconds, 6),
+            "waited_for_expert_index": layer.waited_for,
+        }
+        for layer in event.layers
+    ]
+
+
 def jsonl(file: IO[str]) -> Observer:
-    """Writes one JSON line per chunk to `file`, flushed, so that a stopped run keeps its lines."""
+    """Writes a JSON line per chunk, and one per layer of every pass, to `file`, flushed."""
+    number = 0
 
     def observe(event: Event) -> None:
-        if isinstance(event, ChunkDone):
-            file.write(json.dumps(chunk_metrics(event)) + "\n")
-            file.flush()
+        nonlocal number
+        match event:
+            case ChunkDone():
+                lines = [chunk_metrics(event)]
+            case PassDone():
+                lines, number = layer_metrics(event, number), number + 1
+            case _:
+                return
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.flush()
 
     return observe
 
@@ -156,6 +213,8 @@ def plain(
                     f"layer {event.layer + 1} of {event.layers} on {event.chunks} chunks "
                     f"({100 * event.done / event.total:.0f} %)"
                 )
+            case PassDone():
+                return
         if due or clock() - last_line_s >= interval_s:
             last_line_s = clock()
             stream.write(line + "\n")

@@ -5,15 +5,16 @@ import dataclasses
 import hashlib
 import signal
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import jax
 import numpy as np
 
+import streaming
+from ds4jax import accounts, events, report
 from ds4jax import engine as engines
-from ds4jax import events, report
 from ds4jax.cache import SequenceState, state_bytes
 from ds4jax.checkpoint.load import fingerprint
 from ds4jax.checkpoint.source import TensorSource
@@ -24,6 +25,8 @@ from ds4jax.run_config import RunConfig
 from ds4jax.text import Prompt, PromptError, Tokenizer, read_prompts
 
 METRICS_FILE = "metrics.jsonl"
+PROFILE_FILE = "profile.json"  # how often each expert was used: config.streaming.resident_profile
+TIMELINE_FILE = "timeline.json"  # for chrome://tracing or Perfetto
 STATE_FOLDER = "state"
 
 
@@ -81,8 +84,18 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
                 "state of a stopped run)"
             )
         result = _run_record(job, engine, prompts, reports, writers.complete(), interrupted)
+        _write_accounts(folder, engine, reports)
         report.write_json(folder / report.RUN_FILE, result)
         return result
+
+
+def _write_accounts(folder: Path, engine: Engine, reports: Sequence[PrefillReport]) -> None:
+    """The profile of used experts, and what happened when, where something was streamed."""
+    passes = accounts.unique_passes(part.passes for part in reports)
+    with report.disk_errors(folder):
+        streaming.save_profile(folder / PROFILE_FILE, accounts.usage_counts(passes))
+        if spans := accounts.timeline(engine.plans, passes):
+            streaming.write_timeline(folder / TIMELINE_FILE, spans)
 
 
 def _results(
@@ -218,6 +231,9 @@ def _run_record(
     read = sum(part.tokens_read for part in reports)
     seconds = sum(part.seconds for part in reports)
     compiled = [part.compiled for part in reports]
+    passes = accounts.unique_passes(part.passes for part in reports)
+    device = report.device_facts(engine.device)
+    names = [f"{each.device_kind} {each.id}" for each in engine.devices]
     return {
         "schema": report.RUN_SCHEMA,
         "status": "interrupted" if interrupted else "complete",
@@ -230,7 +246,7 @@ def _run_record(
         "config": job.config.to_dict(),
         "numerics": str(engine.numerics),
         "versions": report.versions(),
-        "device": report.device_facts(engine.device),
+        "device": device,
         "prompts": [
             {
                 "name": part.name,
@@ -254,6 +270,10 @@ def _run_record(
             **dataclasses.asdict(engine.plan.price),
             "available_bytes": engine.available_bytes,
         },
+        "plan": accounts.plan_record(engine.plans, names),
+        "streaming": accounts.streaming_record(engine.plans, passes, engine.page_locking),
+        "experts": accounts.experts_record(passes),
+        "plan_error": accounts.plan_error(engine.plans, passes, device["peak_bytes"]),
         "outputs": outputs,
     }
 
@@ -271,10 +291,27 @@ def summary(record: Mapping[str, Any], out_dir: str) -> str:
             f"{record['prefill_s']:.1f} s, {record['rate_tokens_per_s']:.1f} tokens/s "
             f"({record['compile_s']:.1f} s went into compiling {record['compiled_programs']} "
             f"programs), with {record['numerics']} on {record['device']['kind']}",
+            *_streaming_lines(record["streaming"]),
             f"written to {out_dir}",
             *files,
         ]
     )
+
+
+def _streaming_lines(streamed: Mapping[str, Any] | None) -> list[str]:
+    if streamed is None:
+        return []
+    moved = ", ".join(
+        f"{report.size(count)} from {'host memory' if tier == 'ram' else tier}"
+        for tier, count in streamed["moved_bytes"].items()
+    )
+    overlap = streamed["overlap"]
+    hidden = "" if overlap is None else f" (overlap {100 * overlap:.0f} %)"
+    return [
+        f"moved {moved or 'no experts'}: {streamed['copy_busy_s']:.1f} s of copying beside "
+        f"{streamed['compute_busy_s']:.1f} s of computing{hidden}, {streamed['stall_s']:.1f} s of "
+        "waiting for experts"
+    ]
 
 
 def token_hash(ids: np.ndarray) -> str:

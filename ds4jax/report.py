@@ -174,6 +174,14 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         aside.replace(path)
 
 
+def size(count: int) -> str:
+    """A number of bytes for people, in decimal units: "1.53 GB"."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count} B"
+
+
 def versions() -> dict[str, str | None]:
     """Versions of everything that can change output bits, and the commit of a source checkout."""
     found: dict[str, str | None] = {"python": platform.python_version()}

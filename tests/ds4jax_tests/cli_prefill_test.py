@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+import streaming
 from ds4jax import events, testing, text
 from ds4jax.cli import prefill
 
@@ -47,12 +48,22 @@ def record(out_dir) -> dict:
     return json.loads((out_dir / "run.json").read_text(encoding="utf-8"))
 
 
+def metrics(out_dir) -> tuple[list[dict], list[dict]]:
+    """The lines of metrics.jsonl: those of chunks and those of layers."""
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    kinds = ("ds4jax.chunk/1", "ds4jax.layer/1")
+    chunks, layers = ([line for line in lines if line["schema"] == kind] for kind in kinds)
+    assert len(chunks) + len(layers) == len(lines)
+    return chunks, layers
+
+
 def test_run_writes_report_metrics_and_logits(checkpoint, tokens, tmp_path, capsys):
     out = tmp_path / "run"
     assert run(checkpoint, out, f"--tokens={tokens}", "--config.prefill.logits=all") == 0
     assert sorted(path.name for path in out.iterdir()) == [
         "logits.npy",
         "metrics.jsonl",
+        "profile.json",
         "run.json",
     ]
     logits = np.load(out / "logits.npy")
@@ -70,13 +81,67 @@ def test_run_writes_report_metrics_and_logits(checkpoint, tokens, tmp_path, caps
     assert found["versions"]["jax"]
     assert found["device"]["platform"] == "cpu"
     assert found["bytes"]["weights_bytes"] > 0
-    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["done_tokens"] for line in metrics] == [48, 96, 130]
+    assert found["streaming"] is None
+    chunks, layers = metrics(out)
+    assert [line["done_tokens"] for line in chunks] == [48, 96, 130]
+    assert [line["layer_index"] for line in layers] == [*range(5)] * 3
     printed = capsys.readouterr()
     assert json.loads(printed.out.splitlines()[-1]) == found
     assert len(printed.out.splitlines()) == 1
     assert "read 130 of 130 tokens (100 %)" in printed.err
     assert "skipped mtp.*" in printed.err
+
+
+STREAMED = (
+    "--config.streaming.resident_fraction=0.5",
+    "--config.streaming.order=layer_major",
+    "--config.streaming.mode=whole",
+    f"--config.streaming.micro_batch_tokens={2 * CHUNK}",
+)
+
+
+def test_streamed_run_accounts_for_every_byte(checkpoint, tokens, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert run(checkpoint, out, f"--tokens={tokens}", *STREAMED) == 0
+    found = record(out)
+    (plan,) = found["plan"]
+    assert (plan["order"], plan["micro_batch_tokens"], plan["tier"]) == ("layer_major", 96, "ram")
+    assert plan["residents_per_layer"] == [8] * 5
+    assert plan["price"]["total_bytes"] <= found["bytes"]["available_bytes"]
+    streamed = found["streaming"]
+    expert = plan["price"]["resident_bytes"] // 40
+    assert streamed["exactly_predicted"]
+    assert streamed["moved_bytes"] == streamed["predicted_bytes"] == {"ram": 2 * 40 * expert}
+    assert streamed["moved_experts"] == {"ram": 2 * 40}
+    assert streamed["peak_live_bytes"] <= plan["slab_budget_bytes"]
+    assert sum(streamed["copy_gb_per_s"]["copies_by_rate"].values()) == 2 * 5
+    assert [row["moved_bytes"] for row in streamed["layers"]] == [2 * 8 * expert] * 5
+    assert found["plan_error"]["moved_error_bytes"] == 0
+    chunks, layers = metrics(out)
+    assert [line["done_tokens"] for line in chunks] == [48, 96, 130]
+    assert [(line["pass_index"], line["layer_index"]) for line in layers] == [
+        (number, layer) for number in (0, 1) for layer in range(5)
+    ]
+    assert {line["moved_bytes"] for line in layers} == {8 * expert}
+    counts = streaming.load_profile(out / "profile.json", 5, 16)
+    assert counts.sum(axis=1).tolist() == [130 * 4] * 5  # four experts a token
+    assert [row["distinct_experts"] for row in found["experts"]] == (counts > 0).sum(1).tolist()
+    timeline = json.loads((out / "timeline.json").read_text())["traceEvents"]
+    copies = [event for event in timeline if event["name"].startswith("copy L")]
+    assert sum(event["args"]["bytes"] for event in copies) == streamed["moved_bytes"]["ram"]
+    assert "of waiting for experts" in capsys.readouterr().err
+
+
+def test_profile_of_a_run_chooses_the_residents_of_the_next(checkpoint, tokens, tmp_path):
+    assert run(checkpoint, tmp_path / "first", f"--tokens={tokens}", *STREAMED) == 0
+    profile = f"--config.streaming.resident_profile={tmp_path / 'first' / 'profile.json'}"
+    routed = (*STREAMED[:2], "--config.streaming.mode=routed")
+    assert run(checkpoint, tmp_path / "second", f"--tokens={tokens}", *routed, profile) == 0
+    first, second = record(tmp_path / "first"), record(tmp_path / "second")
+    assert second["outputs"] == first["outputs"]
+    assert sum(second["streaming"]["moved_bytes"].values()) <= 40 * (
+        second["plan"][0]["price"]["resident_bytes"] // 40
+    )
 
 
 def test_every_kind_of_prompt_reaches_the_model(checkpoint, tmp_path):

@@ -37,6 +37,23 @@ def test_metrics_have_a_unit_in_every_key_and_one_line_per_chunk():
     assert [line["done_tokens"] for line in lines] == [10, 20]
 
 
+def test_pass_gives_a_line_per_layer():
+    file = io.StringIO()
+    observe = events.jsonl(file)
+    layers = (
+        events.LayerPass(3, 0.25, 7, 1000, 0.125, 0.0, 5),
+        events.LayerPass(4, 0.5, 8, 0, 0.0, 0.0, None),
+    )
+    observe(events.PassDone(20, 2, layers))
+    observe(events.PassDone(4, 1, layers[:1]))
+    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    units = ("_index", "_tokens", "_s", "_chunks", "_experts", "_bytes")
+    assert all(key == "schema" or key.endswith(units) for key in lines[0])
+    assert [(line["pass_index"], line["layer_index"]) for line in lines] == [(0, 3), (0, 4), (1, 3)]
+    assert lines[0]["stall_s"] == 0.125
+    assert lines[0]["waited_for_expert_index"] == 5
+
+
 def test_plain_lines_come_at_the_ends_and_then_once_per_interval():
     clock, stream = testing.FakeClock(), io.StringIO()
     observe = events.plain(stream, interval_s=5.0, clock=clock)
