@@ -71,8 +71,8 @@ class PrefillReport:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens read per second of wall time."""
-        return self.tokens_read / self.seconds
+        """Tokens read per second of wall time; 0 when a stop came before the first ones."""
+        return self.tokens_read / self.seconds if self.seconds else 0.0
 
     @property
     def compiled(self) -> tuple[int, float]:

@@ -15,10 +15,17 @@ import numpy as np
 import streaming
 from ds4jax import accounts, events, report
 from ds4jax import engine as engines
-from ds4jax.cache import SequenceState, state_bytes
+from ds4jax.cache import PausedPass, SequenceState, state_bytes
 from ds4jax.checkpoint.load import fingerprint
 from ds4jax.checkpoint.source import TensorSource
-from ds4jax.checkpoint.state import RECORD_NAME, load_state, save_state
+from ds4jax.checkpoint.state import (
+    RECORD_NAME,
+    is_paused,
+    load_paused,
+    load_state,
+    save_paused,
+    save_state,
+)
 from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.engine import Engine, PrefillReport, PrefillResult
 from ds4jax.run_config import RunConfig
@@ -45,17 +52,18 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
     """Runs `job`, writes its folder and returns the content of run.json.
 
     Progress goes to `stream`: a bar on a terminal, plain lines otherwise. After the first SIGINT
-    the run ends with the current chunk; its folder is written only if the state is saved, with the
-    status "interrupted", so that --resume_from can go on from there. Otherwise KeyboardInterrupt
-    is raised and nothing remains.
+    the run ends with the current chunk, or with the current layer where several chunks go through
+    the layers together; its folder is written only if the state is saved, with the status
+    "interrupted", so that --resume_from can go on from there. Otherwise KeyboardInterrupt is
+    raised and nothing remains.
     """
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(engines.open_source(job.checkpoint))
         prompts = read_prompts(job.config.prompt, lambda: Tokenizer(job.checkpoint))
         _check_prompts(prompts, source.config, job)
-        state = None
+        begun = None
         if job.resume_from:
-            state = _restore(job.resume_from, source, job.config, prompts[0].ids)
+            begun = _restore(job.resume_from, source, job.config, prompts[0].ids)
         folder = stack.enter_context(report.output_folder(job.out_dir, overwrite=job.overwrite))
         report.require_space(folder, _output_bytes(job.config, source.config, prompts))
         metrics = stack.enter_context(open(folder / METRICS_FILE, "w", encoding="utf-8"))
@@ -72,7 +80,7 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
         writers = stack.enter_context(_Writers(folder))
         stop = stack.enter_context(_stop_on_sigint(stream))
         reports = []
-        for i, result in enumerate(_results(engine, prompts, state, observe, writers, stop)):
+        for i, result in enumerate(_results(engine, prompts, begun, observe, writers, stop)):
             reports.append(result.report)
             if job.config.prefill.save_state:
                 _save(folder / STATE_FOLDER / str(i), result, prompts[i], engine)
@@ -101,12 +109,12 @@ def _write_accounts(folder: Path, engine: Engine, reports: Sequence[PrefillRepor
 def _results(
     engine: Engine,
     prompts: list[Prompt],
-    state: SequenceState | None,
+    begun: SequenceState | PausedPass | None,
     observe: events.Observer,
     writers: "_Writers",
     stop: threading.Event,
 ) -> Iterator[PrefillResult]:
-    if state is None:
+    if begun is None:
         yield from engine.prefill_many(
             [prompt.ids for prompt in prompts],
             names=[prompt.name for prompt in prompts],
@@ -115,9 +123,12 @@ def _results(
             stop=stop,
         )
         return
+    paused = begun if isinstance(begun, PausedPass) else None
+    state = begun.state if isinstance(begun, PausedPass) else begun
     yield engine.prefill(
         prompts[0].ids[state.position :],
-        state,
+        state if paused is None else None,
+        paused=paused,
         on_event=observe,
         sink=writers.append,
         stop=stop,
@@ -162,8 +173,8 @@ def _check_prompts(prompts: list[Prompt], model_config: ModelConfig, job: Prefil
 
 def _restore(
     resume_from: str, source: TensorSource, config: RunConfig, ids: np.ndarray
-) -> SequenceState:
-    """The state below `resume_from`, in host memory, if it has read the beginning of `ids`."""
+) -> SequenceState | PausedPass:
+    """What was saved below `resume_from`, in host memory, if it has read the beginning of `ids`."""
     root = Path(resume_from)
     candidates = [root, *sorted((root / STATE_FOLDER).glob("*"))]
     folders = [folder for folder in candidates if (folder / RECORD_NAME).is_file()]
@@ -177,10 +188,11 @@ def _restore(
             f"--resume_from: {resume_from} holds {len(folders)} states, expected one: name one of "
             f"{', '.join(str(folder) for folder in folders)}"
         )
+    wanted = (source.config, config.numerics.resolve(), fingerprint(source), ids)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        state = load_state(
-            folders[0], source.config, config.numerics.resolve(), fingerprint(source), ids
-        )
+        if is_paused(folders[0]):
+            return load_paused(folders[0], *wanted, config.prefill.chunk_tokens)
+        state = load_state(folders[0], *wanted)
     if state.position == len(ids):
         raise PromptError(
             f"--resume_from: the state in {folders[0]} has read all {len(ids)} tokens of the "
@@ -190,14 +202,11 @@ def _restore(
 
 
 def _save(folder: Path, result: PrefillResult, prompt: Prompt, engine: Engine) -> None:
-    save_state(
-        folder,
-        result.state,
-        engine.model_config,
-        engine.numerics,
-        engine.fingerprint,
-        prompt.ids,
-    )
+    owner = (engine.model_config, engine.numerics, engine.fingerprint, prompt.ids)
+    if result.paused is not None:
+        save_paused(folder, result.paused, *owner, engine.config.prefill.chunk_tokens)
+    else:
+        save_state(folder, result.state, *owner)
 
 
 def _output_bytes(config: RunConfig, model_config: ModelConfig, prompts: list[Prompt]) -> int:
@@ -262,7 +271,7 @@ def _run_record(
         "tokens_read": read,
         "tokens_reused": sum(part.tokens_reused for part in reports),
         "prefill_s": round(seconds, 6),
-        "rate_tokens_per_s": round(read / seconds, 3),
+        "rate_tokens_per_s": round(read / seconds, 3) if seconds else 0.0,
         "load_s": round(engine.load_seconds, 6),
         "compiled_programs": sum(programs for programs, _ in compiled),
         "compile_s": round(sum(seconds for _, seconds in compiled), 6),
@@ -340,7 +349,9 @@ def _stop_on_sigint(stream: IO[str]) -> Generator[threading.Event]:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        print("stopping after this chunk; once more to stop at once", file=stream, flush=True)
+        print(
+            "stopping after this chunk or layer; once more to stop at once", file=stream, flush=True
+        )
 
     before = signal.signal(signal.SIGINT, on_signal)
     try:

@@ -2,6 +2,7 @@
 
 A folder holds `arrays/`, an Orbax checkpoint with the state of every layer (compressed entries
 without the unused rest of their buffers), and `state.json`, which says what the arrays belong to.
+A run that was stopped between two layers of a micro-batch saves the streams of its chunks as well.
 """
 
 import dataclasses
@@ -9,13 +10,14 @@ import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ds4jax.cache import SequenceState, abstract_state
+from ds4jax.cache import PausedPass, SequenceState, abstract_state
 from ds4jax.checkpoint import storage
 from ds4jax.checkpoint.source import CheckpointError
 from ds4jax.config import ModelConfig, Numerics
@@ -40,30 +42,40 @@ def save_state(
 
     Raises CheckpointError when the folder exists or the disk is full.
     """
-    folder = pathlib.Path(folder)
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists: choose another folder for the state")
-    arrays = {
-        path: np.asarray(_used_rows(path, leaf, config, state.position))
-        for path, leaf in _leaves(state).items()
+    arrays = _used(state, config, [state.position] * len(state.layers))
+    return _save(folder, arrays, _record(config, numerics, weights, state.position, tokens))
+
+
+def save_paused(
+    folder: str | os.PathLike[str],
+    paused: PausedPass,
+    config: ModelConfig,
+    numerics: Numerics,
+    weights: str,
+    tokens: np.ndarray,
+    chunk_tokens: int,
+) -> pathlib.Path:
+    """Saves a sequence that was stopped between two layers, as `save_state` does between chunks.
+
+    tokens  the prompt, from position 0 on; chunk_tokens is that of the run
+    """
+    position, chunks = paused.state.position, paused.tokens
+    end = position + sum(chunks)
+    arrays = _used(paused.state, config, _positions(config, paused.layer, position, end))
+    streams = {f"streams.{i}": np.asarray(part) for i, part in enumerate(paused.streams)}
+    arrays |= streams
+    record = _paused_record(config, numerics, weights, position, tokens, chunk_tokens, chunks)
+    place = {
+        "layer": paused.layer,
+        "tokens": list(chunks),
+        "stream_shapes": [list(part.shape) for part in streams.values()],
     }
-    # Orbax does not take empty arrays; they carry nothing.
-    arrays = {path: array for path, array in arrays.items() if array.size}
-    nbytes = sum(array.nbytes for array in arrays.values())
-    storage.require_free(folder, nbytes)
-    partial = folder.with_name(folder.name + ".partial")
-    with storage.write_errors_reported(folder, nbytes):
-        partial.mkdir(parents=True, exist_ok=True)
-        storage.save_tree(partial / "arrays", storage.nested(arrays))
-        record = {
-            "format": FORMAT,
-            "version": VERSION,
-            "arrays_sha256": storage.hash_folder(partial / "arrays"),
-            **_record(config, numerics, weights, state.position, tokens),
-        }
-        storage.write_json(partial / RECORD_NAME, record)
-        os.replace(partial, folder)
-    return folder
+    return _save(folder, arrays, {**record, "paused": place})
+
+
+def is_paused(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds what `save_paused` wrote."""
+    return "paused" in _read_record(pathlib.Path(folder))
 
 
 def load_state(
@@ -80,19 +92,105 @@ def load_state(
     or of tokens that `tokens` does not begin with; and when the folder is damaged.
     """
     folder = pathlib.Path(folder)
+    record = _read_record(folder)
+    if "paused" in record:
+        raise CheckpointError(f"{folder} holds a pass that was stopped, expected a state")
+    position = record["position"]
+    _require_tokens(folder, position, len(tokens))
+    _require_same(folder, record, _record(config, numerics, weights, position, tokens))
+    template = abstract_state(config, numerics, position)
+    state, _ = _restore(folder, record, template, config, [position] * len(template.layers))
+    return dataclasses.replace(state, position=position)
+
+
+def load_paused(
+    folder: str | os.PathLike[str],
+    config: ModelConfig,
+    numerics: Numerics,
+    weights: str,
+    tokens: np.ndarray,
+    chunk_tokens: int,
+) -> PausedPass:
+    """Restores what `save_paused` wrote in order to continue `tokens` in the middle of a pass.
+
+    Raises CheckpointError as `load_state` does, and for another chunk size.
+    """
+    folder = pathlib.Path(folder)
+    record = _read_record(folder)
+    place = record.get("paused")
+    if place is None:
+        raise CheckpointError(f"{folder} holds a state, expected a pass that was stopped")
+    position, chunks = record["position"], place["tokens"]
+    end = position + sum(chunks)
+    _require_tokens(folder, end, len(tokens))
+    wanted = _paused_record(config, numerics, weights, position, tokens, chunk_tokens, chunks)
+    _require_same(folder, record, wanted)
+    template = abstract_state(config, numerics, end)
+    positions = _positions(config, place["layer"], position, end)
+    empty = [np.empty(shape, numerics.dtype) for shape in place["stream_shapes"]]
+    state, streams = _restore(folder, record, template, config, positions, empty)
+    state = dataclasses.replace(state, position=position)
+    return PausedPass(place["layer"], state, streams, tuple(chunks))
+
+
+def _positions(config: ModelConfig, layer: int, position: int, end: int) -> list[int]:
+    """Tokens that each layer has seen in a pass over position..end that is in front of `layer`."""
+    return [end if n < layer else position for n in range(config.num_hidden_layers)]
+
+
+def _used(
+    state: SequenceState, config: ModelConfig, positions: Sequence[int]
+) -> dict[str, np.ndarray]:
+    return {
+        path: np.asarray(_used_rows(path, leaf, config, positions))
+        for path, leaf in _leaves(state).items()
+    }
+
+
+def _save(
+    folder: str | os.PathLike[str], arrays: dict[str, np.ndarray], record: dict[str, Any]
+) -> pathlib.Path:
+    folder = pathlib.Path(folder)
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists: choose another folder for the state")
+    # Orbax does not take empty arrays; they carry nothing.
+    arrays = {path: array for path, array in arrays.items() if array.size}
+    nbytes = sum(array.nbytes for array in arrays.values())
+    storage.require_free(folder, nbytes)
+    partial = folder.with_name(folder.name + ".partial")
+    with storage.write_errors_reported(folder, nbytes):
+        partial.mkdir(parents=True, exist_ok=True)
+        storage.save_tree(partial / "arrays", storage.nested(arrays))
+        whole = {
+            "format": FORMAT,
+            "version": VERSION,
+            "arrays_sha256": storage.hash_folder(partial / "arrays"),
+            **record,
+        }
+        storage.write_json(partial / RECORD_NAME, whole)
+        os.replace(partial, folder)
+    return folder
+
+
+def _read_record(folder: pathlib.Path) -> dict[str, Any]:
     record = storage.read_json(folder / RECORD_NAME)
     if (record.get("format"), record.get("version")) != (FORMAT, VERSION):
         raise CheckpointError(
             f"{folder / RECORD_NAME} has format {record.get('format')!r} and version "
             f"{record.get('version')!r}, expected {FORMAT!r} and {VERSION}: save the state again"
         )
-    position = record["position"]
-    if position > len(tokens):
+    return record
+
+
+def _require_tokens(folder: pathlib.Path, position: int, tokens: int) -> None:
+    if position > tokens:
         raise CheckpointError(
-            f"the state in {folder} is at position {position}, the prompt has {len(tokens)} "
+            f"the state in {folder} is at position {position}, the prompt has {tokens} "
             "tokens: a state continues a prompt that begins with the tokens it has seen"
         )
-    wanted = _record(config, numerics, weights, position, tokens)
+
+
+def _require_same(folder: pathlib.Path, record: dict[str, Any], wanted: dict[str, Any]) -> None:
     problems = list(_differences("", {key: record.get(key) for key in wanted}, wanted))
     if problems:
         raise CheckpointError.listing(f"the state in {folder} is of another run", problems)
@@ -100,11 +198,22 @@ def load_state(
         raise CheckpointError(
             f"{folder / 'arrays'} has changed since it was written: save it again"
         )
-    template = abstract_state(config, numerics, position)
+
+
+def _restore(
+    folder: pathlib.Path,
+    record: dict[str, Any],
+    template: SequenceState,
+    config: ModelConfig,
+    positions: Sequence[int],
+    streams: Sequence[np.ndarray] = (),
+) -> tuple[SequenceState, tuple[jax.Array, ...]]:
+    """The arrays of a folder: the state in buffers like those of `template`, and the streams."""
     shapes = {
-        path: _used_rows(path, leaf, config, position) for path, leaf in _leaves(template).items()
+        path: _used_rows(path, leaf, config, positions) for path, leaf in _leaves(template).items()
     }
     saved = {path: np.empty(s.shape, s.dtype) for path, s in shapes.items() if 0 not in s.shape}
+    saved |= {f"streams.{i}": array for i, array in enumerate(streams)}
     tree = storage.load_tree(folder / "arrays", storage.nested(saved))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(template)
     restored = []
@@ -115,7 +224,8 @@ def load_state(
             rows = np.asarray(storage.at(tree, path))
             buffer[: len(rows)] = rows
         restored.append(jnp.asarray(buffer))
-    return dataclasses.replace(jax.tree_util.tree_unflatten(treedef, restored), position=position)
+    found = tuple(jnp.asarray(storage.at(tree, f"streams.{i}")) for i in range(len(streams)))
+    return jax.tree_util.tree_unflatten(treedef, restored), found
 
 
 def _record(
@@ -131,6 +241,20 @@ def _record(
         "tokens_sha256": hashlib.sha256(seen.tobytes()).hexdigest(),
     }
     return json.loads(json.dumps(record))
+
+
+def _paused_record(
+    config: ModelConfig,
+    numerics: Numerics,
+    weights: str,
+    position: int,
+    tokens: np.ndarray,
+    chunk_tokens: int,
+    chunks: Sequence[int],
+) -> dict[str, Any]:
+    """What a paused pass belongs to: its tokens count as seen, and its chunks have to fit."""
+    record = _record(config, numerics, weights, position + sum(chunks), tokens)
+    return {**record, "position": position, "chunk_tokens": chunk_tokens}
 
 
 def _differences(prefix: str, saved: Any, wanted: Any) -> list[str]:
@@ -154,12 +278,12 @@ def _leaves(state: SequenceState) -> dict[str, Any]:
     return {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
-def _used_rows(path: str, leaf: Any, config: ModelConfig, position: int) -> Any:
-    """The rows of a leaf (array or ShapeDtypeStruct) that hold something at `position`."""
+def _used_rows(path: str, leaf: Any, config: ModelConfig, positions: Sequence[int]) -> Any:
+    """The rows of a leaf (array or ShapeDtypeStruct) in use where layers have seen `positions`."""
     _, layer, *_, field = path.split(".")
     if field not in ENTRY_BUFFERS:
         return leaf
-    rows = position // config.layer_ratios[int(layer)]
+    rows = positions[int(layer)] // config.layer_ratios[int(layer)]
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
     return leaf[:rows]

@@ -13,7 +13,7 @@ import pytest
 from ds4jax import cache, testing
 from ds4jax.checkpoint import storage
 from ds4jax.checkpoint.source import CheckpointError
-from ds4jax.checkpoint.state import load_state, save_state
+from ds4jax.checkpoint.state import is_paused, load_paused, load_state, save_paused, save_state
 from ds4jax.config import PRESETS
 
 TINY = testing.tiny_config()
@@ -176,3 +176,50 @@ def test_full_disk_leaves_no_state(tmp_path, monkeypatch):
     assert not (tmp_path / "s").exists()
     save_state(tmp_path / "s", state, TINY, ORACLE, WEIGHTS, TOKENS)
     assert_same_bits(load_state(tmp_path / "s", TINY, ORACLE, WEIGHTS, TOKENS), state)
+
+
+def random_pass(layer, position, chunks, numerics):
+    """A pass over `chunks` in front of `layer`, which the layers below have seen."""
+    end, rows = position + sum(chunks), 48
+    seen, unseen = (random_state(p, numerics, 2048) for p in (end, position))
+    layers = seen.layers[:layer] + unseen.layers[layer:]
+    rng = np.random.default_rng(7)
+    shape = (rows, TINY.hc_mult, TINY.hidden_size)
+    streams = tuple(jnp.asarray(rng.standard_normal(shape), numerics.dtype) for _ in chunks)
+    state = cache.SequenceState(position, layers)
+    return cache.PausedPass(layer, state, streams, chunks)
+
+
+@pytest.mark.parametrize("layer", [1, 3, 4])
+@pytest.mark.parametrize("preset", ["oracle", "official"])
+def test_paused_pass_comes_back_bit_for_bit(tmp_path, layer, preset):
+    """Layers below `layer` have entries of the micro-batch, the others do not."""
+    numerics = PRESETS[preset]
+    paused = random_pass(layer, 120, (48, 17), numerics)
+    save_paused(tmp_path / "s", paused, TINY, numerics, WEIGHTS, TOKENS, 48)
+    assert is_paused(tmp_path / "s")
+    again = load_paused(tmp_path / "s", TINY, numerics, WEIGHTS, TOKENS, 48)
+    assert (again.layer, again.tokens, again.state.position) == (layer, (48, 17), 120)
+    assert_same_bits(again.streams, paused.streams)
+    assert_same_bits(cache.grow_state(again.state, TINY, 2048), paused.state)
+
+
+def test_paused_pass_of_another_run_is_refused(tmp_path):
+    paused = random_pass(2, 96, (48, 48), ORACLE)
+    save_paused(tmp_path / "s", paused, TINY, ORACLE, WEIGHTS, TOKENS, 48)
+    with pytest.raises(CheckpointError, match="chunk_tokens is 48 in the state, 64 in this run"):
+        load_paused(tmp_path / "s", TINY, ORACLE, WEIGHTS, TOKENS, 64)
+    other = TOKENS.copy()
+    other[100] += 1  # read by the pass, not yet by the state as a whole
+    with pytest.raises(CheckpointError, match="tokens_sha256"):
+        load_paused(tmp_path / "s", TINY, ORACLE, WEIGHTS, other, 48)
+    with pytest.raises(CheckpointError, match=r"at position 192, the prompt has 191 tokens"):
+        load_paused(tmp_path / "s", TINY, ORACLE, WEIGHTS, TOKENS[:191], 48)
+    with pytest.raises(CheckpointError, match="weights is '0123abcd' in the state, 'ffff'"):
+        load_paused(tmp_path / "s", TINY, ORACLE, "ffff", TOKENS, 48)
+    with pytest.raises(CheckpointError, match="holds a pass that was stopped, expected a state"):
+        load_state(tmp_path / "s", TINY, ORACLE, WEIGHTS, TOKENS)
+    save_state(tmp_path / "t", random_state(9, ORACLE, 2048), TINY, ORACLE, WEIGHTS, TOKENS)
+    assert not is_paused(tmp_path / "t")
+    with pytest.raises(CheckpointError, match="holds a state, expected a pass that was stopped"):
+        load_paused(tmp_path / "t", TINY, ORACLE, WEIGHTS, TOKENS, 48)

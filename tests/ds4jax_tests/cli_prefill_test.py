@@ -228,8 +228,8 @@ def test_resumed_run_reads_the_rest_and_gives_the_same_bits(checkpoint, tokens, 
     assert run(checkpoint, tmp_path / "again", f"--tokens={tokens}", by_folder) == 0
 
 
-def interrupt_at(monkeypatch, done: int) -> None:
-    """Sends SIGINT to this process when `done` tokens have been read."""
+def interrupt_at(monkeypatch, done: int, kind=events.ChunkDone) -> None:
+    """Sends SIGINT to this process at the event of `kind` that counts `done`."""
     original = events.jsonl
 
     def jsonl(file):
@@ -237,7 +237,7 @@ def interrupt_at(monkeypatch, done: int) -> None:
 
         def observe(event: events.Event) -> None:
             write(event)
-            if isinstance(event, events.ChunkDone) and event.done == done:
+            if isinstance(event, kind) and event.done == done:
                 os.kill(os.getpid(), signal.SIGINT)
 
         return observe
@@ -274,6 +274,43 @@ def test_interrupted_run_with_saved_state_can_be_resumed(
     np.testing.assert_array_equal(
         np.load(tmp_path / "rest" / "logits.npy"), np.load(tmp_path / "whole" / "logits.npy")
     )
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_run_interrupted_between_layers_is_resumed_with_the_same_bits(
+    layer, checkpoint, tokens, tmp_path, monkeypatch, capsys
+):
+    """Two chunks are in the middle of the layers; the first run has no finished token to show."""
+    out, arguments = tmp_path / "run", (f"--tokens={tokens}", "--config.prefill.logits=all")
+    save = ("--config.prefill.save_state", *STREAMED)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, (layer + 1) * 2 * CHUNK, events.LayerDone)
+        assert run(checkpoint, out, *arguments, *save) == 130
+    found = record(out)
+    assert (found["status"], found["tokens_read"]) == ("interrupted", 0)
+    assert not found["streaming"]["complete"]
+    assert len(metrics(out)[1]) == layer + 1
+    assert json.loads((out / "state" / "0" / "state.json").read_text())["paused"]["layer"] == (
+        layer + 1
+    )
+    resume = f"--resume_from={out}"
+    assert run(checkpoint, tmp_path / "rest", *arguments, *STREAMED, resume) == 0
+    assert record(tmp_path / "rest")["tokens_read"] == 130
+    assert run(checkpoint, tmp_path / "whole", *arguments) == 0
+    assert record(tmp_path / "rest")["outputs"] == record(tmp_path / "whole")["outputs"]
+    capsys.readouterr()
+
+    # Another run is refused with what differs.
+    np.save(tmp_path / "other.npy", IDS[::-1])
+    for flags, message in (
+        (("--config.prefill.chunk_tokens=50", arguments[0]), "chunk_tokens is 48 in the state, 50"),
+        (("--config.numerics.preset=bfloat16", arguments[0]), "numerics is 'float32+none' in the"),
+        ((f"--tokens={tmp_path / 'other.npy'}",), "tokens_sha256 is"),
+        (("--config.pipeline.split=2,3", arguments[0]), "resume without config.pipeline.split"),
+    ):
+        assert run(checkpoint, tmp_path / "refused", *STREAMED, resume, *flags) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize(
