@@ -32,7 +32,8 @@ def expert_slots(
     x         bf16 or f32 [T, D].
     ids       i32 [T, k]: expert of each slot, distinct in a row, -1 for none.
     weights   f32 [T, k]: routing weights.
-    slabs     expert weights, any number of buffers of any size; they are read where they are.
+    slabs     expert weights, any number of buffers of any size; they are read where they are (FP4
+              buffers between 2 and 4 GiB excepted, see `portable.addressable`).
     where     i32 [E]: row of the expert in the concatenation of the slabs, -1 when it is in none.
     limit     bound of the activations before SiLU.
     quantize_input  rounds the inputs of both products to E4M3 with one power-of-two scale per 128
@@ -47,6 +48,9 @@ def expert_slots(
     round(round(silu(min(g, limit)) * clip(u, -limit, limit) * weight) @ w2^T), rounding to x.dtype.
     The bits of a slot depend on its token's x, its weight, the expert's weights, T and the
     implementation; not on other rows, nor on how experts are divided over slabs and calls.
+
+    implementation None takes "portable" on GPUs where it can run (bfloat16 x; FP4 or bfloat16
+    slabs, D and F multiples of 64) and "reference" elsewhere; `refusal` tells why not.
 
     Raises ValueError for shapes or dtypes that do not fit, NotImplementedError when the
     implementation asked for cannot run here.
@@ -86,6 +90,8 @@ def refusal(
 ) -> str | None:
     """Why `implementation` cannot run these operands of `expert_slots` on `device`, or None."""
     reason = support.unsupported(implementation, device, interpret=interpret)
+    if implementation == "sm90":
+        reason = "routed experts have reference and portable kernels"
     if reason is None and implementation != "reference":
         reason = portable.unsupported(x, slabs)
     return reason

@@ -205,12 +205,10 @@ class RegroupingMixin:
         assert_same_bits(self.run_case(self.case, slabs=slabs, where=where), self.whole)
 
     def test_several_slabs(self):
-        for sizes in ([1, 7], [3, 0, 3, 2]):
-            bounds = np.cumsum([0, *sizes])
-            slabs = tuple(
-                part(self.case.slab, range(a, b)) for a, b in itertools.pairwise(bounds.tolist())
-            )
-            assert_same_bits(self.run_case(self.case, slabs=slabs), self.whole, str(sizes))
+        slabs = tuple(
+            part(self.case.slab, range(a, b)) for a, b in itertools.pairwise((0, 2, 2, 8))
+        )
+        assert_same_bits(self.run_case(self.case, slabs=slabs), self.whole)
 
     def test_several_calls_complete_the_slots(self):
         slots = None
@@ -374,7 +372,7 @@ class PortableTest(parameterized.TestCase):
             self.assertLen(found, pieces, experts)
             self.assertEqual(sum(piece.experts for piece in found), experts)
 
-    @parameterized.product(spec=("flash", "pro"), tokens=(1, 100, 8192, 32768))
+    @parameterized.product(spec=("flash", "pro"), tokens=(1, 2048, 32768))
     def test_lowers_for_cuda_at_released_shapes(self, spec, tokens):
         text = lower_for_cuda(specs.SPECS[spec], tokens, "fp4", split=True)
         self.assertIn("routed_experts_gate_up", text)
@@ -575,6 +573,7 @@ class RefusalTest(absltest.TestCase):
         case = make_case(self.id())
         for change, options, text in (
             ({}, {"interpret": False}, "need an NVIDIA GPU"),
+            ({}, {"implementation": "sm90"}, "have reference and portable"),
             ({"x": case.x.astype("f4")}, {}, "x is float32"),
             ({"slab": make_case(self.id(), weights_format="fp8").slab}, {}, "slab 0 is fp8"),
             ({"slab": make_case(self.id(), expert_width=96).slab}, {}, "F=96"),
