@@ -13,19 +13,31 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds4jax.admission import PlanError
     from ds4jax.cache import SequenceState
+    from ds4jax.checkpoint.source import CheckpointError
     from ds4jax.config import PRESETS, ConfigError, ModelConfig, Numerics
-    from ds4jax.engine import load
+    from ds4jax.engine import Engine, PrefillResult, load
     from ds4jax.model import Transformer
+    from ds4jax.report import OutputError
+    from ds4jax.run_config import RunConfig
+    from ds4jax.text import PromptError
 
 _SIBLINGS = ("pallas_kernels", "sharding", "streaming")
 
 # Where each public name lives; imported on first use, so that `import ds4jax` stays light.
 _PUBLIC = {
+    "CheckpointError": "ds4jax.checkpoint.source",
     "ConfigError": "ds4jax.config",
+    "Engine": "ds4jax.engine",
     "ModelConfig": "ds4jax.config",
     "Numerics": "ds4jax.config",
+    "OutputError": "ds4jax.report",
     "PRESETS": "ds4jax.config",
+    "PlanError": "ds4jax.admission",
+    "PrefillResult": "ds4jax.engine",
+    "PromptError": "ds4jax.text",
+    "RunConfig": "ds4jax.run_config",
     "SequenceState": "ds4jax.cache",
     "Transformer": "ds4jax.model",
     "load": "ds4jax.engine",
@@ -33,9 +45,16 @@ _PUBLIC = {
 
 __all__ = [
     "PRESETS",
+    "CheckpointError",
     "ConfigError",
+    "Engine",
     "ModelConfig",
     "Numerics",
+    "OutputError",
+    "PlanError",
+    "PrefillResult",
+    "PromptError",
+    "RunConfig",
     "SequenceState",
     "Transformer",
     "load",
