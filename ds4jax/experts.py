@@ -18,7 +18,7 @@ from ds4jax.checkpoint import keys
 from ds4jax.checkpoint import load as loading
 from ds4jax.checkpoint.converted import ConvertedSource
 from ds4jax.checkpoint.safetensors import SafetensorsSource
-from ds4jax.checkpoint.source import TensorSource
+from ds4jax.checkpoint.source import CheckpointError, TensorSource
 from ds4jax.config import ModelConfig
 from ds4jax.moe import LayerSlabs
 from pallas_kernels.routed_experts import ExpertSlab
@@ -132,6 +132,32 @@ def file_locator(
     return locate
 
 
+def scale_checker(
+    source: SafetensorsSource | ConvertedSource,
+) -> Callable[[str, streaming.FileRange, np.ndarray], None]:
+    """Refuses NaN scales in what was read from files, as `streaming.DiskRing` wants it.
+
+    Raises CheckpointError. Serves a source that has been closed, too.
+    """
+
+    def check(component: str, place: streaming.FileRange, data: np.ndarray) -> None:
+        if not component.endswith("_scale") or data.max(initial=0) != loading.E8M0_NAN:
+            return
+        found = place.offset + int(np.argmax(data == loading.E8M0_NAN))
+        for name, info in source.infos().items():
+            if ".ffn.experts." not in name or not name.endswith(".scale"):
+                continue
+            extent = source.extent(name)
+            if extent.path == place.path and 0 <= found - extent.offset < extent.nbytes:
+                position = [int(i) for i in np.unravel_index(found - extent.offset, info.shape)]
+                raise CheckpointError(
+                    f"{name}{position} is NaN (byte 255): expected powers of two, fetch the "
+                    "checkpoint again"
+                )
+
+    return check
+
+
 class ExpertPool:
     """The routed experts of consecutive layers of a loaded model.
 
@@ -195,21 +221,29 @@ class ExpertPool:
                 device_node=node,
                 pinner=self.pinner,
             )
-            self.store.fill(
-                store_filler(source, self.layers.start),
-                on_layer=lambda layer: self._count(len(streamed[layer])),
-            )
+            try:
+                self.store.fill(
+                    store_filler(source, self.layers.start),
+                    on_layer=lambda layer: self._count(len(streamed[layer])),
+                )
+            except streaming.StreamError as error:
+                if isinstance(error.__cause__, CheckpointError):
+                    raise error.__cause__ from None
+                raise
         else:
             window = self.plan.resolved_window
             rows = arithmetic.wave_items(
                 max(map(len, streamed)), self.layout.item_bytes, window, self.plan.slab_bytes
             )
+            locate = file_locator(source, self.layers.start)
+            assert isinstance(source, SafetensorsSource | ConvertedSource)
             ring = streaming.DiskRing(
                 self.layout,
-                file_locator(source, self.layers.start),
+                locate,
                 rows=rows,
                 slots=window + 1,
                 pinner=self.pinner,
+                check=scale_checker(source),
             )
             self._count(sum(map(len, streamed)))
         self.streamer = streaming.Streamer(

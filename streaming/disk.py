@@ -44,6 +44,9 @@ class FileRange(NamedTuple):
 # Where a component of an item is: ranges that follow each other in the component's buffer.
 Locate = Callable[[int, int, str], Sequence[FileRange]]
 
+# Raises for bytes (uint8) of a component that cannot be right; runs on the reading threads.
+Check = Callable[[str, FileRange, np.ndarray], None]
+
 
 class Identity(NamedTuple):
     """What tells that a file is still the one that was opened."""
@@ -305,6 +308,7 @@ class DiskRing:
     slots    window + 1 keep the disk busy while the units before are copied and computed
     locate   where the bytes of an item's components are in files
     poison   overwrites a slot when it is given back, so that reading it too late shows
+    check    sees all bytes after they were read, in pieces
     slow_bytes_per_s  fills below this rate are counted and the first one is logged
 
     Raises MemoryError when the slots are refused.
@@ -322,13 +326,14 @@ class DiskRing:
         pinner: Pinner | None = None,
         slow_bytes_per_s: float = 200e6,
         poison: bool = False,
+        check: Check = lambda component, source, data: None,
         clock: Callable[[], float] = time.perf_counter,
         allocate: Callable[[int], np.ndarray] = allocate,
     ):
         if slots < 1 or rows < 0:
             raise ValueError(f"{slots} slots of {rows} rows, expected at least 1 slot, 0 rows")
         self.layout, self.rows, self.slots = layout, rows, slots
-        self._locate = locate
+        self._locate, self._check_bytes = locate, check
         self._reader = open_reader(reader) if isinstance(reader, str) else reader
         self._threads = threads or min(16, 2 * (os.cpu_count() or 1))
         self._pinner = pinner or Pinner(None)
@@ -514,6 +519,7 @@ class DiskRing:
                     asked = self._reader.read(task.source, task.out)
                     if len(task.out) != task.source.nbytes:
                         raise ReadError(f"{task.source} does not fit its buffer")
+                    self._check_bytes(task.component, task.source, task.out)
             except BaseException as error:  # a thread that ended silently would leave a hang
                 failure = error
             with changed:

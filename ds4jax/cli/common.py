@@ -49,6 +49,9 @@ def exit_code(command: Callable[[Sequence[str]], int], argv: Sequence[str] | Non
         print(f"stopped: {error or 'nothing was written'}", file=sys.stderr)
         return STOPPED
     except Exception as error:
+        if (reason := _user_error_behind(error)) is not None:
+            print(f"error: {reason}", file=sys.stderr)
+            return USER_ERROR
         traceback.print_exc()
         if "RESOURCE_EXHAUSTED" in str(error):
             print(
@@ -57,6 +60,14 @@ def exit_code(command: Callable[[Sequence[str]], int], argv: Sequence[str] | Non
                 file=sys.stderr,
             )
         return INTERNAL_ERROR
+
+
+def _user_error_behind(error: BaseException) -> BaseException | None:
+    """What a user can mend, if that is why a thread that moves experts had to give up."""
+    cause = error.__cause__
+    while cause is not None and not isinstance(cause, USER_ERRORS):
+        cause = cause.__cause__
+    return cause
 
 
 def parse_flags(flag_values: flags.FlagValues, argv: Sequence[str], doc: str) -> None:
