@@ -324,7 +324,7 @@ def _read_line(
     name = str(entry.get("name", where))
     try:
         if given == ["tokens"]:
-            return Prompt(name, _token_ids(np.asarray(entry["tokens"])))
+            return Prompt(name, _token_ids(_array(entry["tokens"])))
         if given == ["text"]:
             return Prompt(name, encode(_form_text(entry["text"], config)))
         messages = list(entry["messages"])
@@ -335,6 +335,16 @@ def _read_line(
         return Prompt(name, encode(_form_messages(messages, config)))
     except (PromptError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise PromptError(f"{where}: {error!s}") from None
+
+
+def _array(tokens: Any) -> np.ndarray:
+    """A JSON list of token ids as an array; an empty one is refused later, by its name."""
+    if tokens == []:
+        return np.zeros(0, np.int32)
+    try:
+        return np.asarray(tokens)
+    except ValueError:  # lists of different lengths in the list
+        raise PromptError("tokens is not flat, expected one list of whole numbers") from None
 
 
 def _read_text(path: str) -> str:
@@ -350,12 +360,19 @@ def _read_text(path: str) -> str:
 
 def _read_tokens(path: str) -> np.ndarray:
     try:
-        return _token_ids(np.load(path, allow_pickle=False))
+        with open(path, "rb") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
     except OSError as error:
         raise PromptError(
             f"{path} cannot be read ({error.strerror or error}): expected a .npy file"
         ) from None
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
+        raise PromptError(
+            f"{path} is no .npy file of numbers ({error}): write it with numpy.save"
+        ) from None
+    try:
+        return _token_ids(array)
+    except PromptError as error:
         raise PromptError(f"{path}: {error}") from None
 
 

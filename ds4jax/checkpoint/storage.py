@@ -37,7 +37,8 @@ def write_errors_reported(path: pathlib.Path, needed: int) -> Generator[None]:
     except Exception as error:
         code = error.errno if isinstance(error, OSError) else None
         # Orbax wraps the operating system's error and keeps only its text.
-        if code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+        full = code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if full or "No space left" in str(error) or "File too large" in str(error):
             raise CheckpointError(_full_disk_message(path, needed, _free_bytes(path))) from error
         if isinstance(error, OSError):
             raise CheckpointError(

@@ -92,7 +92,16 @@ def _prompt_overrides(flag_values: flags.FlagValues) -> dict[str, Any]:
 
 
 def _profile(folder: str | None) -> contextlib.AbstractContextManager[Any]:
-    return jax.profiler.trace(folder) if folder else contextlib.nullcontext()
+    """Traces into `folder` if one is given; what cannot be written is refused before the run."""
+    if not folder:
+        return contextlib.nullcontext()
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise common.UsageError(
+            f"--profile_dir: {folder} cannot be made ({error.strerror}): take another folder"
+        ) from None
+    return jax.profiler.trace(folder)
 
 
 if __name__ == "__main__":

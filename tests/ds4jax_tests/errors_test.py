@@ -140,6 +140,27 @@ def test_scale_that_is_no_number(fails, copy):
     assert "NaN" in message
 
 
+@pytest.mark.parametrize(
+    "streaming",
+    [
+        (),
+        ("--config.streaming.resident_fraction=0",),
+        ("--config.streaming.resident_fraction=0", "--config.streaming.tier=disk"),
+    ],
+    ids=["resident", "ram", "disk"],
+)
+def test_expert_scale_that_is_no_number(streaming, fails, copy):
+    """Wherever the expert is kept until it is used."""
+    path, name = copy / "model.safetensors", "layers.2.ffn.experts.3.w2.scale"
+    header, data = header_of(path)
+    _, end = header[name]["data_offsets"]
+    write_header(path, header, data[: end - 1] + b"\xff" + data[end:])
+    message = fails(copy, "--prompt=x", *streaming)
+    assert name in message
+    assert "NaN (byte 255)" in message
+    assert "fetch the checkpoint again" in message
+
+
 def test_missing_and_unexpected_tensors_are_listed_together(fails, copy):
     path = copy / "model.safetensors"
     header, data = header_of(path)
@@ -166,6 +187,9 @@ def test_prompt_that_is_empty_or_missing(fails, checkpoint, tmp_path):
     np.save(tmp_path / "none.npy", np.zeros(0, np.int32))
     message = fails(checkpoint, f"--tokens={tmp_path / 'none.npy'}")
     assert "tokens has no tokens: expected at least one to read" in message
+    (tmp_path / "two.jsonl").write_text('{"tokens": [1]}\n{"tokens": []}\n')
+    message = fails(checkpoint, f"--prompts_file={tmp_path / 'two.jsonl'}")
+    assert "two.jsonl:2 has no tokens: expected at least one to read" in message
 
 
 def test_token_outside_the_vocabulary(fails, checkpoint, tmp_path):
@@ -204,6 +228,12 @@ def test_output_folder_that_is_something_else(fails, checkpoint, tmp_path):
     assert f"{keep} exists and holds no run.json" in message
     assert (keep / "file").exists()
     assert f"{keep} exists already" in fails(checkpoint, "--prompt=x", f"--out_dir={keep}")
+
+
+def test_profile_folder_that_cannot_be_made(fails, checkpoint):
+    place = checkpoint / "config.json" / "profile"
+    message = fails(checkpoint, "--prompt=x", f"--profile_dir={place}")
+    assert f"--profile_dir: {place} cannot be made" in message
 
 
 def test_disk_without_room_for_the_output(fails, checkpoint, tmp_path, monkeypatch):

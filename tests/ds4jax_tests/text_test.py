@@ -262,6 +262,7 @@ def test_token_files_need_no_tokenizer(tmp_path):
         ('\n{"text": ""}', r"p\.jsonl:2: the prompt is empty"),
         ('{"text": 3}', r"p\.jsonl:1: "),
         ('{"tokens": [[1]]}', r"p\.jsonl:1: the token ids are int64 of shape \[1, 1\]"),
+        ('{"tokens": [[1], [2, 3]]}', r"p\.jsonl:1: tokens is not flat"),
         ('{"tokens": [-1]}', "reach from -1 to -1"),
         ('{"messages": [{"role": "x"}]}', r"p\.jsonl:1: a message has the role 'x'"),
         ("\xff\xfe", r"p\.jsonl is not UTF-8"),
@@ -281,6 +282,10 @@ def test_missing_prompts_and_files_are_named(folder, tmp_path):
         read(folder, file=str(tmp_path / "no.txt"))
     with pytest.raises(text.PromptError, match=r"no\.npy cannot be read \(No such file"):
         read(folder, tokens=str(tmp_path / "no.npy"))
-    (tmp_path / "bad.npy").write_bytes(b"not an array")
-    with pytest.raises(text.PromptError, match=r"bad\.npy: "):
+    for content in (b"not an array", b""):
+        (tmp_path / "bad.npy").write_bytes(content)
+        with pytest.raises(text.PromptError, match=r"bad\.npy is no \.npy file of numbers .*save"):
+            read(folder, tokens=str(tmp_path / "bad.npy"))
+    np.save(tmp_path / "bad.npy", np.array([0.5]))
+    with pytest.raises(text.PromptError, match=r"bad\.npy: the token ids are float64"):
         read(folder, tokens=str(tmp_path / "bad.npy"))
