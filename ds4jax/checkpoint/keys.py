@@ -274,9 +274,7 @@ def scale_name(name: str) -> str:
     return name.removesuffix("weight") + "scale"
 
 
-def with_scales(
-    specs: Mapping[str, TensorSpec], infos: Mapping[str, TensorInfo]
-) -> list[str]:
+def with_scales(specs: Mapping[str, TensorSpec], infos: Mapping[str, TensorInfo]) -> list[str]:
     """The names of `specs`, and those of the scales that they have in this header."""
     names = list(specs)
     for name, spec in specs.items():
