@@ -22,6 +22,7 @@ from streaming.window import live_bound
 # Streams of a micro-batch may take this share of the memory that experts could have. Beyond it the
 # residents that they displace cost more traffic than a longer micro-batch saves.
 _ACTIVATION_SHARE = 0.25
+_ANY_DEVICES = 1 << 16
 _UNKNOWN_PROMPT_TOKENS = 131_072  # what a micro-batch is sized for when no prompt is known yet
 
 
@@ -48,6 +49,14 @@ class Plan:
         return "layer_major" if self.price.micro_batch_bytes else "chunk_major"
 
 
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that plans may use: of one device, and of the host for experts that it streams."""
+
+    device_bytes: int
+    host_bytes: int
+
+
 def make_plan(
     source: TensorSource,
     config: RunConfig,
@@ -56,6 +65,7 @@ def make_plan(
     capacity: int,
     layers: range | None = None,
     share: int = 1,
+    memory: Memory | None = None,
 ) -> Plan:
     """Plans a run on `device`; raises PlanError with the missing bytes when nothing fits.
 
@@ -63,6 +73,8 @@ def make_plan(
     capacity       tokens that the state has room for
     layers         those that the device has; None for all
     share          how many plans share the device's memory
+    memory         of the machine that is planned for; None for what is free on this one, as far as
+                   config.memory.device_bytes allows
     """
     model, numerics = source.config, config.numerics.resolve()
     infos = source.infos()
@@ -73,10 +85,11 @@ def make_plan(
         state_bytes=admission.state_bytes(model, numerics, capacity, layers),
         workspace_bytes=admission.workspace_bytes(model, numerics, config.prefill.chunk_tokens),
     )
-    available = admission.device_bytes(device)
-    if config.memory.device_bytes is not None:
-        available = min(available, config.memory.device_bytes)
-    available //= share
+    budget = config.memory.device_bytes
+    if memory is None:
+        free = admission.device_bytes(device)
+        memory = Memory(free if budget is None else min(free, budget), admission.host_bytes())
+    available = memory.device_bytes // share
     everything = dataclasses.replace(
         base, resident_bytes=len(layers) * model.n_routed_experts * item
     )
@@ -85,15 +98,65 @@ def make_plan(
     if not asked and options.order != "layer_major" and everything.total_bytes <= available:
         whole = all_resident(model, len(layers))
         return Plan(layers, whole, config.prefill.chunk_tokens, everything, 0)
-    if device.platform == "cpu" and not asked and everything.total_bytes > available:
+    if device.platform == "cpu" and not asked and budget is None:
         # Host and device memory are one: streaming would not make anything fit.
         admission.require(everything, available, device, "this run")
     room = available - base.total_bytes
     if room < 0:
         admission.require(base, available, device, "this run without routed experts")
     return _with_streaming(
-        model, numerics, config, layers, base, room, item, prompt_tokens or _UNKNOWN_PROMPT_TOKENS
+        model,
+        numerics,
+        config,
+        layers,
+        base,
+        room,
+        memory.host_bytes,
+        item,
+        prompt_tokens or _UNKNOWN_PROMPT_TOKENS,
     )
+
+
+def plan_stages(
+    source: TensorSource,
+    config: RunConfig,
+    device: jax.Device,
+    prompt_tokens: int,
+    capacity: int,
+    memory: Memory,
+) -> list[Plan]:
+    """The plans of all stages on devices like `device`, each with `memory`."""
+    split = config.pipeline.stages(source.config.num_hidden_layers)
+    # Only which stages share a device counts here: the devices themselves need not exist.
+    places = config.pipeline.device_indices(len(split), _ANY_DEVICES)
+    return [
+        make_plan(
+            source, config, device, prompt_tokens, capacity, layers, places.count(place), memory
+        )
+        for layers, place in zip(split, places, strict=True)
+    ]
+
+
+def binding(plan: Plan, config: RunConfig, expert_bytes: int) -> str:
+    """What keeps more experts from staying on the device, in words."""
+    if not plan.experts.streams:
+        return "nothing: all experts stay on the device"
+    options = config.streaming
+    if options.resident_fraction is not None:
+        text = f"config.streaming.resident_fraction = {options.resident_fraction}"
+    elif options.resident_bytes is not None:
+        text = f"config.streaming.resident_bytes = {options.resident_bytes}"
+    else:
+        text = "device memory"
+    if plan.experts.tier == "disk" and options.tier == "auto":
+        text += "; and host memory: the streamed experts do not fit there and come from disk"
+    if plan.experts.slab_bytes is not None:
+        share = max(map(len, plan.experts.residency.streamed))
+        live = live_bound(plan.experts.resolved_window)
+        most = plan.experts.slab_bytes // (live * expert_bytes)
+        if most < share:
+            text += f"; slabs hold {most} experts at a time, a layer's {share} come in waves"
+    return text
 
 
 def _with_streaming(
@@ -103,6 +166,7 @@ def _with_streaming(
     layers: range,
     base: admission.Price,
     room: int,
+    host: int,
     item: int,
     prompt_tokens: int,
 ) -> Plan:
@@ -125,7 +189,6 @@ def _with_streaming(
             raise ConfigError(f"config.streaming.resident_profile: {error}") from None
     tokens, activations = _micro_batch(model, numerics, config, prompt_tokens, room)
     tier = options.tier
-    host = admission.host_bytes()
     for attempt in ("ram", "disk") if tier == "auto" else (tier,):
         window = default_window(attempt) if options.window is None else options.window
         residency, slabs = choose_residency(
