@@ -23,7 +23,6 @@ import numpy as np
 
 from pallas_kernels import (
     attention_kernel,
-    attention_sm90,
     bench,
     compressor,
     hyper_connections,
@@ -116,18 +115,14 @@ def selection(context: int) -> jax.Array:
 
 
 def attention_forms(kind: str, sweep: bool = False) -> dict[str, Callable[..., jax.Array]]:
-    """Kernels by name: functions of q, window_kv, compressed, indices, sink and position.
-
-    "sm90" is the Mosaic kernel, "triton" the Triton kernel with its best tiles for Hopper.
-    """
+    """Kernels by name: functions of q, window_kv, compressed, indices, sink and position."""
     shared = {"ratio": max(RATIOS[kind], 1), "scale": FLASH.head_dim**-0.5}
     configs = dict(attention_kernel.CONFIGS)
-    configs = {"portable": configs["portable"], "triton": configs["sm90"]}
     if sweep:
         for heads, keys, warps, stages in SWEEPS["attention"]:
             name = f"{heads}x{keys}w{warps}s{stages}"
             configs[name] = attention_kernel.Config(heads, keys, warps, stages)
-    forms: dict[str, Callable[..., jax.Array]] = {
+    return {
         name: functools.partial(
             attention_kernel.attend,
             **shared,
@@ -137,11 +132,6 @@ def attention_forms(kind: str, sweep: bool = False) -> dict[str, Callable[..., j
         )
         for name, config in configs.items()
     }
-    multiprocessors = jax.devices()[0].core_count
-    forms["sm90"] = functools.partial(
-        attention_sm90.attend, **shared, multiprocessors=multiprocessors
-    )
-    return forms
 
 
 def attention_cases(kind: str, sweep: bool) -> Iterator[Case]:
@@ -636,16 +626,10 @@ SWEEPS: dict[str, Any] = {
     "indexer": [(64, 128, 4, 2), (64, 128, 4, 4), (64, 64, 4, 4), (64, 256, 8, 3)],
     "top_k": [(8192, 1024), (16384, 2048), (4096, 1024), (4096, 512)],
     "hyper": [
-        {"project_columns": 128, "project_stages": 3},
         {"project_stages": 5},
-        {"project_warps": 4},
-        {"project_tokens": 32, "project_warps": 4},
-        {"project_tokens": 128, "project_stages": 3},
+        {"project_columns": 128, "project_stages": 2},
         {"pre_tokens": 4, "pre_columns": 512},
-        {"pre_tokens": 8, "pre_columns": 256},
         {"pre_tokens": 8, "pre_columns": 512, "pre_warps": 8},
-        {"post_warps": 2},
-        {"post_tokens": 2, "post_columns": 512},
     ],
 }
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import attention_kernel, attention_sm90, checks
+from pallas_kernels import attention_kernel, checks
 from pallas_kernels.sparse_attention import reference, tiled
 
 __all__ = ["sparse_attention"]
@@ -36,8 +36,8 @@ def sparse_attention(
       window: rows of the sliding window, the token itself included.
       scale: factor on q . k, head_dim ** -0.5.
       implementation: None (automatic), "reference", "tiled" (plain JAX, bounded workspace, any
-        backend), "portable" (Pallas-Triton, any recent NVIDIA GPU) or "sm90" (Pallas-Mosaic on
-        Hopper for the released head shapes, else Pallas-Triton). They differ in the last bits.
+        backend), "portable" (Pallas-Triton, any recent NVIDIA GPU) or "sm90" (the same with the
+        tiles for Hopper). They differ in the last bits.
       interpret: run the kernels in the interpreter, on any backend.
 
     Returns:
@@ -59,19 +59,6 @@ def sparse_attention(
         "sparse_attention", implementation, attention_kernel.refusal(q), interpret=interpret
     )
     position = checks.scalar(position)
-    if chosen == "sm90" and attention_sm90.refusal(q, window) is None:
-        return attention_sm90.attend(
-            q,
-            window_kv,
-            compressed,
-            indices,
-            sink,
-            position,
-            ratio=1,
-            scale=scale,
-            multiprocessors=attention_sm90.multiprocessors(interpret),
-            interpret=attention_sm90.interpreter() if interpret else None,
-        )
     if chosen in attention_kernel.CONFIGS:
         return attention_kernel.attend(
             q,
