@@ -174,6 +174,24 @@ def experts_record(passes: Sequence[PassReport]) -> list[dict[str, Any]]:
     return table
 
 
+def typical_pass(passes: Sequence[PassReport]) -> int:
+    """Number of the pass that is worth looking at: the last of the largest, best not the first.
+
+    The first one compiles programs, the last one may be a leftover.
+    """
+    candidates = range(1, len(passes)) if len(passes) > 1 else range(1)
+    return max(candidates, key=lambda n: (len(passes[n].work_seconds), n))
+
+
+def layer_seconds(passes: Sequence[PassReport], layers: int) -> list[float]:
+    """Device time of every layer over all passes; a resumed pass has only the last ones."""
+    total = np.zeros(layers)
+    for part in passes:
+        first = np.flatnonzero(part.counts.any(axis=1))[0]
+        total[first : first + len(part.layer_seconds)] += part.layer_seconds
+    return total.tolist()
+
+
 def usage_counts(passes: Sequence[PassReport]) -> np.ndarray:
     """How many rows chose each expert, i64 [layers, E]."""
     return sum((part.counts for part in passes[1:]), start=passes[0].counts)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 import streaming
-from ds4jax import accounts, events, report
+from ds4jax import accounts, events, page, report
 from ds4jax import engine as engines
 from ds4jax.cache import PausedPass, SequenceState, state_bytes
 from ds4jax.checkpoint.load import fingerprint
@@ -33,6 +33,7 @@ from ds4jax.text import Prompt, PromptError, Tokenizer, read_prompts
 
 METRICS_FILE = "metrics.jsonl"
 PROFILE_FILE = "profile.json"  # how often each expert was used: config.streaming.resident_profile
+PAGE_FILE = "report.html"  # the run as a person looks at it
 TIMELINE_FILE = "timeline.json"  # for chrome://tracing or Perfetto
 STATE_FOLDER = "state"
 
@@ -92,18 +93,29 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
                 "state of a stopped run)"
             )
         result = _run_record(job, engine, prompts, reports, writers.complete(), interrupted)
-        _write_accounts(folder, engine, reports)
+        _write_accounts(folder, engine, reports, result)
         report.write_json(folder / report.RUN_FILE, result)
         return result
 
 
-def _write_accounts(folder: Path, engine: Engine, reports: Sequence[PrefillReport]) -> None:
-    """The profile of used experts, and what happened when, where something was streamed."""
+def _write_accounts(
+    folder: Path, engine: Engine, reports: Sequence[PrefillReport], record: Mapping[str, Any]
+) -> None:
+    """The profile of used experts, what happened when, and the page that shows it."""
     passes = accounts.unique_passes(part.passes for part in reports)
+    shown = accounts.typical_pass(passes)
+    text = page.render(
+        record,
+        [chunk for part in reports for chunk in part.chunks],
+        accounts.layer_seconds(passes, engine.model_config.num_hidden_layers),
+        accounts.timeline(engine.plans, [passes[shown]]),
+        (shown, len(passes)),
+    )
     with report.disk_errors(folder):
         streaming.save_profile(folder / PROFILE_FILE, accounts.usage_counts(passes))
         if spans := accounts.timeline(engine.plans, passes):
             streaming.write_timeline(folder / TIMELINE_FILE, spans)
+        (folder / PAGE_FILE).write_text(text, encoding="utf-8")
 
 
 def _results(

@@ -4,10 +4,12 @@ python -m ds4jax.cli.prefill --config=configs/runs/NAME.toml --checkpoint=DIR --
     [--prompt=TEXT | --prompt_file=F | --prompts_file=F.jsonl | --tokens=F.npy]
     [--resume_from=DIR] [--config.SECTION.KEY=VALUE ...]
 
-The output folder appears when the run is complete: run.json, metrics.jsonl (a line per chunk),
-logits.npy (float32 [rows, vocab]; with logits=logprobs instead logprobs.npy, top_logprobs.npy and
-top_tokens.npy), and state/ with save_state. The last line on stdout is run.json; everything else
-goes to stderr. Exit code 0: done; 2: something you can mend; 130: stopped; 1: an internal error.
+The output folder appears when the run is complete: run.json, report.html (the run in pictures),
+metrics.jsonl (a line per chunk, and one per layer of every pass), profile.json (how often each
+expert was used), timeline.json where experts were streamed, logits.npy (float32 [rows, vocab]; with
+logits=logprobs instead logprobs.npy, top_logprobs.npy and top_tokens.npy), and state/ with
+save_state. The last line on stdout is run.json; everything else goes to stderr. Exit code 0: done;
+2: something you can mend; 130: stopped; 1: an internal error.
 """
 
 import contextlib

@@ -64,6 +64,7 @@ def test_run_writes_report_metrics_and_logits(checkpoint, tokens, tmp_path, caps
         "logits.npy",
         "metrics.jsonl",
         "profile.json",
+        "report.html",
         "run.json",
     ]
     logits = np.load(out / "logits.npy")
@@ -129,6 +130,7 @@ def test_streamed_run_accounts_for_every_byte(checkpoint, tokens, tmp_path, caps
     timeline = json.loads((out / "timeline.json").read_text())["traceEvents"]
     copies = [event for event in timeline if event["name"].startswith("copy L")]
     assert sum(event["args"]["bytes"] for event in copies) == streamed["moved_bytes"]["ram"]
+    assert "pass 2 of 2" in (out / "report.html").read_text(encoding="utf-8")
     assert "of waiting for experts" in capsys.readouterr().err
 
 
