@@ -5,11 +5,14 @@ fixed number of rows; padding rows never enter the state.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from ds4jax.config import OVERLAPPED_RATIO, ModelConfig, Numerics
 from pallas_kernels import compressor
@@ -144,13 +147,41 @@ def abstract_state(config: ModelConfig, numerics: Numerics, capacity_tokens: int
     return jax.eval_shape(lambda: empty_state(config, numerics, capacity_tokens))
 
 
+def new_layer_state(
+    config: ModelConfig, ratio: int, numerics: Numerics, capacity_tokens: int, device: jax.Device
+) -> LayerState:
+    """`empty_layer_state` on `device`, by a program that all layers of a ratio share.
+
+    Committed like the states that programs return: jit tells the two apart.
+    """
+    return _empty_program(config, ratio, numerics, capacity_tokens, device)()
+
+
+@functools.cache
+def _empty_program(
+    config: ModelConfig, ratio: int, numerics: Numerics, capacity_tokens: int, device: jax.Device
+) -> Callable[[], LayerState]:
+    return jax.jit(
+        lambda: empty_layer_state(config, ratio, numerics, capacity_tokens),
+        out_shardings=SingleDeviceSharding(device),
+    )
+
+
 def state_bytes(
     config: ModelConfig, numerics: Numerics, capacity_tokens: int, layers: range | None = None
 ) -> int:
     """Bytes of the arrays of `empty_state` (of some layers only), without allocating them."""
-    state = abstract_state(config, numerics, capacity_tokens)
     chosen = range(config.num_hidden_layers) if layers is None else layers
-    leaves = jax.tree.leaves(state.layers[chosen.start : chosen.stop])
+    return sum(
+        _layer_bytes(config, config.layer_ratios[layer], numerics, capacity_tokens)
+        for layer in chosen
+    )
+
+
+@functools.cache
+def _layer_bytes(config: ModelConfig, ratio: int, numerics: Numerics, capacity_tokens: int) -> int:
+    state = jax.eval_shape(lambda: empty_layer_state(config, ratio, numerics, capacity_tokens))
+    leaves = jax.tree.leaves(state)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 

@@ -20,8 +20,8 @@ from ds4jax.cache import (
     PausedPass,
     SequenceState,
     abstract_state,
-    empty_layer_state,
     grow_state,
+    new_layer_state,
     state_bytes,
 )
 from ds4jax.checkpoint import keys
@@ -576,7 +576,8 @@ class Engine:
             state = grow_state(state, config, capacity)
         for stage in self._stages:
             if state is not None:
-                layers = list(state.layers[stage.layers.start : stage.layers.stop])
+                own = state.layers[stage.layers.start : stage.layers.stop]
+                layers = list(jax.device_put(own, stage.device))
             else:
                 wanted = admission.Price(
                     weights_bytes=0,
@@ -584,15 +585,13 @@ class Engine:
                     workspace_bytes=0,
                 )
                 admission.admit(wanted, stage.device, f"the state of {capacity} tokens")
-                with jax.default_device(stage.device):
-                    layers = [
-                        empty_layer_state(
-                            config, config.layer_ratios[layer], self.numerics, capacity
-                        )
-                        for layer in stage.layers
-                    ]
-            # Committed like the states that programs return: jit tells the two apart.
-            stage.states[sequence] = jax.device_put(layers, stage.device)
+                layers = [
+                    new_layer_state(
+                        config, config.layer_ratios[layer], self.numerics, capacity, stage.device
+                    )
+                    for layer in stage.layers
+                ]
+            stage.states[sequence] = layers
 
     def _check_prompt(
         self, ids: Sequence[int] | np.ndarray, name: str, state: SequenceState | None, more: int = 0
