@@ -50,7 +50,7 @@ SITE = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-6}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One timing: `make` is called with no arguments and gives the operands of `function`."""
+    """One timing of `function(*operands)`; flops and nbytes are those of that call."""
 
     name: str
     variant: str
