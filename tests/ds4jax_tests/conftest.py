@@ -217,6 +217,29 @@ class Case:
         source.close()
         return loaded
 
+    def assert_matches(self, trace: Trace) -> None:
+        """Everything that a float32 case stores, within the limits of its meta.json."""
+        limits, expected = self.meta["tolerance"]["float32_compute"], self.expected
+        logits = trace.logits[expected["logit_positions"]]
+        distance = relative(logits, expected["logits"])
+        assert np.abs(logits - expected["logits"]).max() <= limits["max_abs"]
+        assert distance.max() <= limits["rel_l2_per_position_max"]
+        if "streams" not in expected:
+            return
+        assert np.median(distance) <= limits["rel_l2_per_position_median"]
+        shape = (*expected["streams"].shape[:2], -1)
+        streams = trace.streams[:, expected["stream_positions"]].reshape(shape)
+        distance = relative(streams, expected["streams"].reshape(shape))
+        assert distance.max() <= limits["streams_rel_l2_per_position_max"]
+        np.testing.assert_array_equal(trace.experts, expected["router_experts"])
+        np.testing.assert_allclose(trace.weights, expected["router_weights"], atol=1e-5)
+        np.testing.assert_array_equal(trace.chosen, expected["csa_topk"])
+
+
+def relative(got: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Relative L2 distance over the last axis."""
+    return np.linalg.norm(got - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+
 
 def as_float(bits: np.ndarray) -> np.ndarray:
     """float32 values of bfloat16 bit patterns; float32 arrays pass."""

@@ -17,32 +17,12 @@ def relative(got: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return np.linalg.norm(got - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
 
 
-def assert_matches(case, trace):
-    """Everything a case stores, within its limits."""
-    limits = case.meta["tolerance"]["float32_compute"]
-    expected = case.expected
-    logits = trace.logits[expected["logit_positions"]]
-    distance = relative(logits, expected["logits"])
-    assert np.abs(logits - expected["logits"]).max() <= limits["max_abs"]
-    assert distance.max() <= limits["rel_l2_per_position_max"]
-    if "streams" not in expected:
-        return
-    assert np.median(distance) <= limits["rel_l2_per_position_median"]
-    shape = (*expected["streams"].shape[:2], -1)
-    streams = trace.streams[:, expected["stream_positions"]].reshape(shape)
-    distance = relative(streams, expected["streams"].reshape(shape))
-    assert distance.max() <= limits["streams_rel_l2_per_position_max"]
-    np.testing.assert_array_equal(trace.experts, expected["router_experts"])
-    np.testing.assert_allclose(trace.weights, expected["router_weights"], atol=1e-5)
-    np.testing.assert_array_equal(trace.chosen, expected["csa_topk"])
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_prompt_in_chunks_of_the_row_shape(name, golden, run):
     case = golden(name)
     length = len(case.tokens)
     chunks = [128] * (length // 128) + [length % 128]
-    assert_matches(case, run(case.loaded, case.tokens, chunks, ORACLE))
+    case.assert_matches(run(case.loaded, case.tokens, chunks, ORACLE))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -57,13 +37,19 @@ def test_csa_layers_are_the_ones_that_select(name, golden):
 def test_whole_prompt_in_one_chunk(name, golden, run):
     case = golden(name)
     length = len(case.tokens)
-    assert_matches(case, run(case.loaded, case.tokens, [length], ORACLE, rows=length))
+    case.assert_matches(run(case.loaded, case.tokens, [length], ORACLE, rows=length))
 
 
 def test_long_prompt_on_the_float32_checkpoint(golden, run):
     case = golden("decode")
-    trace = run(case.loaded, case.tokens, [128] * 5 + [60], ORACLE)
-    assert_matches(case, trace)
+    case.assert_matches(run(case.loaded, case.tokens, [128] * 5 + [60], ORACLE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [[3, 1, 5, 2, *[128] * 5, 49], [7] * 100], ids=["3,1,5,2", "7"])
+def test_long_prompt_in_other_chunks(chunks, golden, run):
+    case = golden("decode")
+    case.assert_matches(run(case.loaded, case.tokens, chunks, ORACLE))
 
 
 def greedy(case, run, index):
