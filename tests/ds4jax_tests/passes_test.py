@@ -1,0 +1,75 @@
+"""A pass: what it tells the streamer, what it counts, and what it refuses to let through."""
+
+import numpy as np
+import pytest
+
+import ds4jax
+import streaming
+from ds4jax import passes, testing
+from ds4jax.checkpoint.synthetic import SyntheticSource
+from ds4jax.experts import ExpertPool
+
+CONFIG = testing.tiny_config()
+CHUNK = 48
+IDS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 130).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    config = {
+        "numerics.preset": "oracle",
+        "prefill.chunk_tokens": CHUNK,
+        "streaming.resident_fraction": 0.5,
+        "streaming.order": "layer_major",
+        "streaming.micro_batch_tokens": 2 * CHUNK,
+        "streaming.mode": "routed",
+    }
+    with ds4jax.load(SyntheticSource(CONFIG, seed=0), config, prompt_tokens=130) as loaded:
+        yield loaded
+
+
+def test_steps_of_whole_layers_need_nothing_from_the_ids(engine):
+    pool = engine._stages[0].pool
+    steps = passes.plan_steps(pool, "whole", 0, [IDS], {})
+    assert steps == [streaming.Step(layer) for layer in range(5)]
+    assert passes.plan_steps(pool, "whole", 3, [IDS], {}) == steps[3:]
+
+
+def test_hash_layers_of_a_routed_pass_are_known_from_the_ids(engine):
+    stage = engine._stages[0]
+    tables = stage.runner.expert_tables()
+    assert sorted(tables) == [0, 1, 2]
+    chunks = [IDS[:3], IDS[3:5]]
+    steps = passes.plan_steps(stage.pool, "routed", 1, chunks, tables)
+    assert [step.layer for step in steps] == [1, 2, 3, 4]
+    assert [step.mode for step in steps] == ["exact", "exact", "routed", "routed"]
+    for step in steps[:2]:
+        assert set(step.items) == set(tables[step.layer][IDS[:5]].reshape(-1).tolist())
+
+
+def test_counts_are_those_of_real_tokens_in_every_layer(engine):
+    """Padding rows choose nothing; each token chooses four experts, in hash layers by its id."""
+    result = engine.prefill(IDS)
+    tables = engine._stages[0].runner.expert_tables()
+    first, last = result.report.passes
+    for report, ids in ((first, IDS[:96]), (last, IDS[96:])):
+        assert report.counts.sum(axis=1).tolist() == [4 * len(ids)] * 5
+        assert report.distinct == tuple(np.count_nonzero(report.counts, axis=1))
+        for layer, table in tables.items():
+            wanted = np.bincount(table[ids].reshape(-1), minlength=CONFIG.n_routed_experts)
+            np.testing.assert_array_equal(report.counts[layer], wanted)
+    assert len(first.work_seconds) == 2
+    assert len(first.layer_seconds) == 5
+    assert sum(first.work_seconds) == pytest.approx(sum(first.layer_seconds))
+    assert min(first.layer_seconds) >= 0
+
+
+def test_expert_that_was_not_moved_is_an_error_and_not_a_wrong_answer(engine, monkeypatch):
+    expected = engine.prefill(IDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertPool, "available", lambda self, step: range(15))
+        with pytest.raises(
+            passes.MissingExpertError, match=r"layer \d: experts \[15\] .*holds NaN"
+        ):
+            engine.prefill(IDS)
+    np.testing.assert_array_equal(engine.prefill(IDS).logits, expected.logits)
