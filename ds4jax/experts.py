@@ -14,7 +14,7 @@ import numpy as np
 
 import streaming
 from ds4jax.admission import PlanError
-from ds4jax.checkpoint import keys
+from ds4jax.checkpoint import keys, synthetic_device
 from ds4jax.checkpoint import load as loading
 from ds4jax.checkpoint.converted import ConvertedSource
 from ds4jax.checkpoint.safetensors import SafetensorsSource
@@ -94,9 +94,16 @@ def tensor_names(layer: int, expert: int, component: str) -> list[str]:
 
 
 def store_filler(
-    source: TensorSource, first_layer: int
+    source: TensorSource, first_layer: int, device: jax.Device
 ) -> Callable[[int, int, str, np.ndarray], None]:
     """Reads a component of an expert, as `streaming.HostStore.fill` wants it."""
+    if made := synthetic_device.maker(source, device):
+
+        def fetch(layer: int, item: int, component: str, buffer: np.ndarray) -> None:
+            names = tensor_names(first_layer + layer, item, component)
+            np.copyto(buffer, np.asarray(made.joined(names)))
+
+        return fetch
 
     def fill(layer: int, item: int, component: str, buffer: np.ndarray) -> None:
         names = tensor_names(first_layer + layer, item, component)
@@ -223,7 +230,7 @@ class ExpertPool:
             )
             try:
                 self.store.fill(
-                    store_filler(source, self.layers.start),
+                    store_filler(source, self.layers.start, self.device),
                     on_layer=lambda layer: self._count(len(streamed[layer])),
                 )
             except streaming.StreamError as error:

@@ -8,6 +8,7 @@ are streamed never enter the resident set. The simulators at the end count this.
 
 import collections
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ class Residency:
     items: int
     resident: tuple[tuple[int, ...], ...]
 
-    @property
+    @functools.cached_property
     def streamed(self) -> tuple[tuple[int, ...], ...]:
         """Streamed items of each layer, ascending."""
         return tuple(

@@ -73,11 +73,8 @@ class DeviceMaker:
             names = [f"{prefix}{matrix}.{part}" for prefix in prefixes for matrix in matrices]
             if names[0] not in self.source.infos():
                 return None
-            info = self.source.info(names[0])
-            in_bytes = info.dtype in ("I8", "F8_E8M0")
-            made = self._stack(names, info, _BYTE if in_bytes else info.numpy_dtype)
-            rows, columns = info.shape
-            return made.reshape(len(experts), len(matrices) * rows, columns)
+            made = self.joined(names)
+            return made.reshape(len(experts), -1, made.shape[1])
 
         gate_up, down = ("w1", "w3"), ("w2",)
         return ExpertSlab(
@@ -87,6 +84,13 @@ class DeviceMaker:
             stack(down, "scale"),
             format,
         )
+
+    def joined(self, names: Sequence[str]) -> jax.Array:
+        """Matrices of one kind below each other: [names * rows, columns], packed codes as bytes."""
+        info = self.source.info(names[0])
+        in_bytes = info.dtype in ("I8", "F8_E8M0")
+        made = self._stack(names, info, _BYTE if in_bytes else info.numpy_dtype)
+        return made.reshape(-1, info.shape[1])
 
     def _stack(self, names: Sequence[str], info: TensorInfo, dtype: np.dtype) -> jax.Array:
         """Tensors of one kind: [names, *shape]."""

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from ds4jax import experts as pool
 from ds4jax import testing
 from ds4jax.checkpoint import keys, load, synthetic_device
 from ds4jax.checkpoint.synthetic import SyntheticSource
@@ -68,11 +69,7 @@ def test_the_loader_takes_what_the_device_made(device, monkeypatch):
     source = SyntheticSource(TINY, 1)
     wanted = load.load_resident(source, device=device)
     wanted_slab = load.load_expert_slab(source, 0, (1, 2))
-    monkeypatch.setattr(
-        synthetic_device,
-        "maker",
-        lambda source, device: synthetic_device.DeviceMaker(source, device),
-    )
+    monkeypatch.setattr(synthetic_device, "maker", synthetic_device.DeviceMaker)
     found = load.load_resident(source, device=device)
     slab = load.place_expert_slab(source, 0, (1, 2), device)
     pairs = zip(
@@ -83,6 +80,19 @@ def test_the_loader_takes_what_the_device_made(device, monkeypatch):
     for (path, made), (wanted_path, expected) in pairs:
         assert path == wanted_path
         same_bits(made, np.asarray(expected))
+
+
+@pytest.mark.parametrize("experts", ["fp4", "fp8"])
+def test_a_host_store_is_filled_with_the_same_bits(experts, device, monkeypatch):
+    source = SyntheticSource(TINY, 2, experts=experts)
+    from_host = pool.store_filler(source, 1, device)
+    monkeypatch.setattr(synthetic_device, "maker", synthetic_device.DeviceMaker)
+    from_device = pool.store_filler(source, 1, device)
+    for component in pool.slab_layout(source, 3).components:
+        wanted, found = (np.zeros(component.shape, component.dtype) for _ in range(2))
+        from_host(2, 5, component.name, wanted)
+        from_device(2, 5, component.name, found)
+        assert found.tobytes() == wanted.tobytes()
 
 
 def test_the_host_makes_the_weights_of_a_cpu(device):
