@@ -94,9 +94,12 @@ def tensor_names(layer: int, expert: int, component: str) -> list[str]:
 
 
 def store_filler(
-    source: TensorSource, first_layer: int, device: jax.Device
+    source: TensorSource, first_layer: int, device: jax.Device | None = None
 ) -> Callable[[int, int, str, np.ndarray], None]:
-    """Reads a component of an expert, as `streaming.HostStore.fill` wants it."""
+    """Reads a component of an expert, as `streaming.HostStore.fill` wants it.
+
+    device  where synthetic experts may be made on their way; JAX's default without it
+    """
     if made := synthetic_device.maker(source, device):
 
         def fetch(layer: int, item: int, component: str, buffer: np.ndarray) -> None:
