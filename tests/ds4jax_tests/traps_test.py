@@ -528,7 +528,14 @@ def with_values(loaded, names, values):
     return dataclasses.replace(loaded, transformer=transformer)
 
 
+@functools.cache
+def compile_sound(single_layers, parts, numerics, layer):
+    """Compiles what rows share before anything is patched: jits keep what they saw first."""
+    single_layers.run(numerics, [layer], parts=with_mistake(parts, ()))
+
+
 def keeps_limits(single_layers, parts, row, patch) -> bool:
+    compile_sound(single_layers, parts, row.numerics, row.layer)
     loaded = single_layers.case.loaded
     if row.config:
         loaded = with_values(loaded, row.in_parts, row.config)
@@ -627,6 +634,31 @@ def test_c4_c5_every_part_of_the_state_is_needed(layer, field, golden, single_la
         assert np.abs(right - wrong).max() > 0.01
     else:
         assert distance(wrong.streams) > limit
+
+
+@pytest.mark.parametrize("layer", [SWA, CSA, HCA])
+def test_c6_a_pad_in_front_or_positions_that_start_elsewhere_break_the_limits(
+    layer, golden, single_layers, run
+):
+    """Blocks are anchored at position 0, so neither is a way to line prompts up."""
+    case, inputs = single_layers.case, single_layers.inputs([layer])
+    positions = case.expected["positions"]
+    wanted = case.expected["out_noquant_f32"][layer].reshape(len(positions), -1)
+    limit = single_layers.limits["out_noquant_f32"]["rel_l2_per_position_max"]
+
+    def distance(tokens, streams, chunks, first=0, pads=0):
+        state = cache.empty_state(case.config, PLAIN, 1024)
+        state = dataclasses.replace(state, position=first)
+        options = {"inputs": streams, "layers": [layer], "state": state}
+        trace = run(case.loaded, tokens, chunks, PLAIN, **options)
+        got = trace.streams[0, positions + pads].reshape(wanted.shape)
+        return (np.linalg.norm(got - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)).max()
+
+    padded = np.concatenate([inputs[:, :1], inputs], axis=1)
+    assert distance(case.tokens, inputs, [128, 6]) <= limit
+    assert distance(np.append(case.tokens[:1], case.tokens), padded, [128, 7], pads=1) > limit
+    if layer != SWA:  # a window alone sees differences of positions only
+        assert distance(case.tokens, inputs, [128, 6], first=100) > limit
 
 
 @pytest.mark.parametrize("block", [128, 64, 32])
