@@ -262,6 +262,15 @@ def test_paths_named_on_the_page_exist(name: str):
     assert not missing, f"{name} names {missing}"
 
 
+def test_map_lists_every_key_of_the_configuration_and_no_other():
+    from ds4jax.run_config import leaves
+
+    text = (ROOT / "WORKSPACE.md").read_text(encoding="utf-8")
+    spans = re.findall(r"`(config\.\w+\.[\w.{},]+)`", text)
+    listed = {key for span in spans for key in _expand(span)}
+    assert listed == {leaf.key for leaf in leaves()}
+
+
 def test_quick_commands_of_the_map_answer():
     """Commands of WORKSPACE.md that end in `# quick` are started with --help, all at once."""
     text = (ROOT / "WORKSPACE.md").read_text(encoding="utf-8")
