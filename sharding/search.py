@@ -165,6 +165,8 @@ class _Kind:
             for h, host in enumerate(problem.hosts)
             if host.bytes_per_s
         ]
+        if len(self.limited) > 1:
+            self.limited.append(np.sum(self.limited, axis=0))
         self.unit = grid(np.full_like(chosen, table.unit) for table in tables)
 
     def step(self, begin: int, end: int) -> Step:
@@ -238,6 +240,10 @@ class Search:
             for row in self.handoff
         ]
         self.limits = [host.bytes_per_s for host in problem.hosts if host.bytes_per_s]
+        if len(self.limits) > 1:
+            # All limited hosts together are one more limit. It follows from the others, and keeps
+            # lower bounds useful: the least bytes of each host alone are those of not using it.
+            self.limits.append(sum(self.limits))
 
     def _handoff_ns(self, last: int, owner: int) -> int:
         if self.missing:
@@ -301,12 +307,20 @@ class Search:
                 if not len(sets):
                     continue
                 after = rest[sets + kind.offset, kind.owner][:, None, :]
-                for last, ns in enumerate(self.handoff[kind.owner]):
+                for ns, lasts in self.senders[kind.owner]:
                     time = kind.time + ns
                     cost = np.where(time <= slowest_ns, values(kind, time), INFINITE)
                     least = combine(after, cost[None]).min(axis=2)
-                    rest[sets, last] = np.minimum(rest[sets, last], least)
+                    at = np.ix_(sets, lasts)
+                    rest[at] = np.minimum(rest[at], least[:, None])
         return rest
+
+    def _sweep_back_bytes(self, slowest_ns: int) -> list[np.ndarray]:
+        """`_sweep_back` of the bytes from each limited host."""
+        return [
+            self._sweep_back(slowest_ns, lambda kind, time, i=i: kind.limited[i], np.add)
+            for i in range(len(self.limits))
+        ]
 
     def _stage_times(self) -> list[int]:
         found = set()
@@ -324,7 +338,9 @@ class Search:
         if self._least_ns >= INFINITE:
             return None
         self._fastest_ns = int(self.sweep(INFINITE - 1, np.maximum)[:, :, -1].min())
-        return self.pipeline_ns(self._least_ns, self._fastest_ns)
+        loads = tuple(int(left[0, 0, 0]) for left in self._sweep_back_bytes(INFINITE - 1))
+        self._bound = max(self.pipeline_ns(self._least_ns, self._fastest_ns), self.host_ns(loads))
+        return self._bound
 
     def least_missing(self) -> Found:
         """The split that misses the fewest bytes; they are its `sum_ns`."""
@@ -478,10 +494,17 @@ class Search:
         return self.host_ns(self._host_bytes_of(path))
 
     def _solve_limited(self, known: Found, keep: int) -> Solution:
-        """The best plans where the bandwidth of a host decides; `known` is any plan."""
-        bound = max(known.objective_ns, self._host_ns_of(known.path))
-        found = self._label_search(bound, dominate=True)
-        best = min(found or [known])
+        """The best plans where the bandwidth of a host decides.
+
+        `known` is any plan, with an objective that takes no host into account. Searches with a low
+        bound are fast and find nothing, so the bound is raised until one finds the best plan.
+        """
+        low = max(known.objective_ns, self._bound)
+        high = max(known.objective_ns, self._host_ns_of(known.path))
+        step = 0
+        while not (found := self._label_search(min(low + step, high), dominate=True)):
+            step = max(4 * step, (high - low) // 1024 + 1)
+        best = min(found)
         every = self._label_search(best.objective_ns, dominate=False)
         if every is None:
             return Solution((best,), None, ())
@@ -497,10 +520,7 @@ class Search:
         slowest = min((bound - self._least_ns) // rest if rest else INFINITE, INFINITE - 1)
         sums = self._sweep_back(slowest, lambda kind, time: time, np.add)
         peaks = self._sweep_back(slowest, lambda kind, time: time, np.maximum)
-        loads = [
-            self._sweep_back(slowest, lambda kind, time, i=i: kind.limited[i], np.add)
-            for i in range(len(self.limits))
-        ]
+        loads = self._sweep_back_bytes(slowest)
         labels: dict[Node, list[_Label]] = {(0, 0, 0): [_Label.start(len(self.limits))]}
         found: list[Found] = []
         kept = 0
@@ -536,6 +556,7 @@ class Search:
         self, node: Node, labels: list["_Label"], slowest_ns: int
     ) -> Iterator[tuple[Node, "_Label"]]:
         used, last, begin = node
+        many = self.schedule.passes > 1  # the maximum does not matter in a single pass
         for kind in self.kinds:
             if not kind.may_follow[used]:
                 continue
@@ -548,6 +569,7 @@ class Search:
                         after,
                         label.then(
                             int(time[end]),
+                            int(time[end]) * many,
                             int(kind.bytes[begin, end]),
                             limited,
                             kind.step(begin, end),
@@ -568,10 +590,12 @@ class _Label(NamedTuple):
     def start(cls, limits: int) -> "_Label":
         return cls(0, 0, 0, (0,) * limits, ())
 
-    def then(self, time_ns: int, nbytes: int, limited: tuple[int, ...], step: Step) -> "_Label":
+    def then(
+        self, time_ns: int, max_ns: int, nbytes: int, limited: tuple[int, ...], step: Step
+    ) -> "_Label":
         return _Label(
             self.sum_ns + time_ns,
-            max(self.max_ns, time_ns),
+            max(self.max_ns, max_ns),
             self.host_bytes + nbytes,
             tuple(x + y for x, y in zip(self.limited, limited, strict=True)),
             (*self.path, step),
