@@ -13,7 +13,6 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds4jax.admission import PlanError
     from ds4jax.cache import SequenceState
     from ds4jax.checkpoint.source import CheckpointError
     from ds4jax.config import PRESETS, ConfigError, ModelConfig, Numerics
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from ds4jax.report import OutputError
     from ds4jax.run_config import RunConfig
     from ds4jax.text import PromptError
+    from sharding.cost import PlanError
 
 _SIBLINGS = ("pallas_kernels", "sharding", "streaming")
 
@@ -34,7 +34,7 @@ _PUBLIC = {
     "Numerics": "ds4jax.config",
     "OutputError": "ds4jax.report",
     "PRESETS": "ds4jax.config",
-    "PlanError": "ds4jax.admission",
+    "PlanError": "sharding.cost",
     "PrefillResult": "ds4jax.engine",
     "PromptError": "ds4jax.text",
     "RunConfig": "ds4jax.run_config",

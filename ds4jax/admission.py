@@ -13,16 +13,13 @@ import jax
 
 from ds4jax.cache import state_bytes
 from ds4jax.config import ModelConfig, Numerics
+from sharding.cost import PlanError
 
 HEAD_ROWS = 128  # rows of logits that are made at a time
 
 # Without this much the runtime's own buffers (collectives, compiled code) already fail.
 _RUNTIME_BYTES = 64 * 2**20
 _DEFAULT_FRACTION = 0.75  # of a GPU's memory that JAX takes for itself unless told otherwise
-
-
-class PlanError(ValueError):
-    """A run that does not fit this machine: says what is needed, what there is, and what helps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +46,21 @@ class Price:
 
 
 def price(
-    config: ModelConfig, numerics: Numerics, *, weights_bytes: int, rows: int, capacity_tokens: int
+    config: ModelConfig,
+    numerics: Numerics,
+    *,
+    weights_bytes: int,
+    rows: int,
+    capacity_tokens: int,
+    layers: range | None = None,
 ) -> Price:
-    """Prices chunks of `rows` rows of one sequence with room for `capacity_tokens` tokens."""
+    """Prices chunks of `rows` rows of one sequence with room for `capacity_tokens` tokens.
+
+    layers  those that the device has; None for all
+    """
     return Price(
         weights_bytes,
-        state_bytes(config, numerics, capacity_tokens),
+        state_bytes(config, numerics, capacity_tokens, layers),
         workspace_bytes(config, numerics, rows),
     )
 

@@ -144,7 +144,21 @@ def empty_state(config: ModelConfig, numerics: Numerics, capacity_tokens: int) -
 
 def abstract_state(config: ModelConfig, numerics: Numerics, capacity_tokens: int) -> SequenceState:
     """Shapes and dtypes of `empty_state`; allocates nothing."""
-    return jax.eval_shape(lambda: empty_state(config, numerics, capacity_tokens))
+    return SequenceState(
+        0,
+        tuple(
+            _abstract_layer_state(config, ratio, numerics, capacity_tokens)
+            for ratio in config.layer_ratios
+        ),
+    )
+
+
+@functools.cache
+def _abstract_layer_state(
+    config: ModelConfig, ratio: int, numerics: Numerics, capacity_tokens: int
+) -> LayerState:
+    """Traced once for all layers of a ratio: plans and checks ask for every layer of the model."""
+    return jax.eval_shape(lambda: empty_layer_state(config, ratio, numerics, capacity_tokens))
 
 
 def new_layer_state(
@@ -172,16 +186,8 @@ def state_bytes(
 ) -> int:
     """Bytes of the arrays of `empty_state` (of some layers only), without allocating them."""
     chosen = range(config.num_hidden_layers) if layers is None else layers
-    return sum(
-        _layer_bytes(config, config.layer_ratios[layer], numerics, capacity_tokens)
-        for layer in chosen
-    )
-
-
-@functools.cache
-def _layer_bytes(config: ModelConfig, ratio: int, numerics: Numerics, capacity_tokens: int) -> int:
-    state = jax.eval_shape(lambda: empty_layer_state(config, ratio, numerics, capacity_tokens))
-    leaves = jax.tree.leaves(state)
+    state = abstract_state(config, numerics, capacity_tokens)
+    leaves = jax.tree.leaves([state.layers[layer] for layer in chosen])
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 import streaming
-from ds4jax.admission import PlanError
 from ds4jax.checkpoint import keys, synthetic_device
 from ds4jax.checkpoint import load as loading
 from ds4jax.checkpoint.converted import ConvertedSource
@@ -22,6 +21,7 @@ from ds4jax.checkpoint.source import CheckpointError, TensorSource
 from ds4jax.config import ModelConfig
 from ds4jax.moe import LayerSlabs
 from pallas_kernels.routed_experts import ExpertSlab
+from sharding.cost import PlanError
 from streaming import streamer as streamers
 from streaming import window as arithmetic
 from streaming.numa import POLICIES

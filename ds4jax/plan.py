@@ -11,12 +11,12 @@ import numpy as np
 
 import streaming
 from ds4jax import admission
-from ds4jax.admission import PlanError
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import ConfigError, ModelConfig, Numerics
 from ds4jax.experts import ExpertPlan, all_resident, default_window
 from ds4jax.run_config import RunConfig
+from sharding.cost import PlanError
 from streaming.window import live_bound
 
 # Streams of a micro-batch may take this share of the memory that experts could have. Beyond it the
@@ -80,10 +80,13 @@ def make_plan(
     infos = source.infos()
     item = keys.expert_bytes(model, infos)
     layers = range(model.num_hidden_layers) if layers is None else layers
-    base = admission.Price(
+    base = admission.price(
+        model,
+        numerics,
         weights_bytes=keys.resident_bytes(model, infos, layers),
-        state_bytes=admission.state_bytes(model, numerics, capacity, layers),
-        workspace_bytes=admission.workspace_bytes(model, numerics, config.prefill.chunk_tokens),
+        rows=config.prefill.chunk_tokens,
+        capacity_tokens=capacity,
+        layers=layers,
     )
     budget = config.memory.device_bytes
     if memory is None:

@@ -12,7 +12,7 @@ WHOLE_LAYER = 1 << 30  # a ring unit larger than any layer: the ring holds whole
 
 
 class PlanError(ValueError):
-    """No plan fits, or rows contradict each other: names the missing bytes and what would fit."""
+    """No plan fits, or rows contradict each other: says what is missing and what would help."""
 
 
 def _check(row: object, minimum: int, /, **values: int) -> None:

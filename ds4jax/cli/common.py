@@ -10,11 +10,11 @@ from typing import Any
 
 from absl import flags
 
-from ds4jax.admission import PlanError
 from ds4jax.checkpoint.source import CheckpointError
 from ds4jax.config import ConfigError
 from ds4jax.report import OutputError
 from ds4jax.text import PromptError
+from sharding.cost import PlanError
 
 OK, INTERNAL_ERROR, USER_ERROR, STOPPED = 0, 1, 2, 130
 

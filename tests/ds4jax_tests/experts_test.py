@@ -6,12 +6,12 @@ import pytest
 
 import streaming
 from ds4jax import experts, testing
-from ds4jax.admission import PlanError
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint import load as loading
 from ds4jax.checkpoint.safetensors import open_checkpoint
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.experts import ExpertPlan, ExpertPool
+from sharding.cost import PlanError
 
 CONFIG = testing.tiny_config()
 LAYERS, EXPERTS = CONFIG.num_hidden_layers, CONFIG.n_routed_experts

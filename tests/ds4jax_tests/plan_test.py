@@ -12,13 +12,13 @@ import pytest
 import streaming
 from ds4jax import plan as planning
 from ds4jax import testing
-from ds4jax.admission import PlanError
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.engine import capacity_tokens
 from ds4jax.plan import Memory, choose_residency
 from ds4jax.run_config import RunConfig
+from sharding.cost import PlanError
 
 MODELS = pathlib.Path(__file__).parents[2] / "configs" / "models"
 TINY = SyntheticSource(testing.tiny_config(), seed=0)

@@ -14,8 +14,8 @@ import pytest
 import ds4jax
 from ds4jax import engine as engines
 from ds4jax import events, testing
-from ds4jax.admission import PlanError
 from ds4jax.checkpoint.synthetic import SyntheticSource
+from sharding.cost import PlanError
 from streaming import ReadError, StreamError
 from streaming.disk import PreadReader
 from streaming.link import DeviceLink
