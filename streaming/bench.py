@@ -2,9 +2,11 @@
 
     python -m streaming.bench --out=results
 
-Items have the size of V4-Flash experts, the compute is a chain of matrix products. Writes
-streaming_bench.json after every part and two timelines; prints one line per result.
-Every run checks the ledger, the order of the window and samples of every item's bytes.
+Items have the size of V4-Flash experts: 43 layers, of which 65 of 256 items stream, as where the
+others fit on one H200. The compute is a chain of matrix products. Writes streaming_bench.json
+after every part and two timelines; prints one line per part, then a table of what was asked for.
+Every run checks the ledger, the order of the window and samples of every item's bytes. The exit
+status is 1 when a part failed or was left out for lack of time; targets that were missed only show.
 """
 
 import argparse
@@ -14,7 +16,9 @@ import os
 import platform
 import shutil
 import statistics
+import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -28,13 +32,23 @@ import numpy as np
 from streaming import numa, residency
 from streaming.disk import DiskRing, FileRange, Locate, ReaderKind
 from streaming.ledger import Ledger
+from streaming.notes import Notes, prefer_routed
 from streaming.pinned import CudaDriver, PinError, Pinner
 from streaming.slab import Component, SlabLayout, page_round
 from streaming.store import HostStore
 from streaming.streamer import Step, Streamer
 from streaming.trace import write_timeline
 
-SCHEMA = "streaming.bench/1"
+SCHEMA = "streaming.bench/2"
+
+# What a layer of V4-Flash takes on an H200 with so many tokens, about.
+_LAYER_SECONDS = {128: 2e-3, 512: 3e-3, 2048: 5e-3}
+_MOST_PRODUCTS = 200
+_SLOW_COPY = 0.9  # of the median rate; what counts as a slow copy
+_GRACE_S = 15.0  # after the deadline; then the program ends itself
+
+# No timing of candidates while compiling, and no form whose choice needs it.
+_COMPILE = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +77,8 @@ class Scale:
         return SlabLayout(layers, items, components)
 
 
-# 14 layers x 192 streamed experts of 13.4 MB: 36 GB of host memory, 72 GB in two passes.
-FULL = Scale(14, 256, 64, 4096, 2048, 2, 5, 8192, 8, 64)
+# 43 layers x 65 streamed experts of 13.4 MB: 37 GB of host memory, 75 GB in two passes.
+FULL = Scale(43, 256, 191, 4096, 2048, 2, 5, 8192, 8, 64)
 TINY = Scale(4, 8, 2, 64, 64, 2, 2, 64, 3, 4)
 
 
@@ -98,13 +112,14 @@ def make_program(products: int) -> Callable[..., jax.Array]:
         # The result has to depend on the products, and is the sample all the same.
         return total + jnp.where(jnp.isnan(y[0, 0]), 1, 0).astype(jnp.int32)
 
-    return jax.jit(program)
+    return jax.jit(program, compiler_options=_COMPILE)
 
 
 class Bench:
     """The machine, the store and what was measured so far."""
 
-    def __init__(self, scale: Scale, out: Path, seconds: float):
+    def __init__(self, scale: Scale, out: Path, seconds: float, folder: str | None = None):
+        self.folder = folder
         self.scale, self.out, self.deadline = scale, out, time.perf_counter() + seconds
         self.device = jax.devices()[0]
         self.results: dict[str, Any] = {
@@ -133,10 +148,12 @@ class Bench:
             self.w = jax.random.normal(keys[1], shape, jnp.bfloat16) * root
         self.programs: dict[int, Callable[..., jax.Array]] = {}
         self.product_s = self.copy_s = 0.0
+        self.failed: list[str] = []
+        self.running = ""
 
     def part(self, name: str, measure: Callable[[], Any]) -> None:
         """Runs one part of the measurement; an error becomes its result."""
-        began = time.perf_counter()
+        began, self.running = time.perf_counter(), name
         if began > self.deadline:
             result: Any = {"skipped": "out of time"}
         else:
@@ -145,12 +162,29 @@ class Bench:
             except Exception as error:
                 traceback.print_exc()
                 result = {"error": f"{type(error).__name__}: {error}"}
+        if "error" in result or "skipped" in result:
+            self.failed.append(name)
         self.results[name] = result
         self.results[f"{name}_part_s"] = time.perf_counter() - began
-        path = self.out / "streaming_bench.json"
-        path.write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+        self.save()
         line = {k: v for k, v in result.items() if not isinstance(v, dict | list)}
         print(f"{name}: {json.dumps(line)}", flush=True)
+
+    def save(self) -> None:
+        """Writes what is known so far, with the targets."""
+        self.results["targets"] = targets(self.results)
+        self.results["failed"] = list(self.failed)
+        path = self.out / "streaming_bench.json"
+        path.write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+
+    def stuck(self) -> None:
+        """Ends the program with what is known, when a part does not come to its end."""
+        self.failed.append(self.running)
+        self.results[self.running] = {"error": "not over when the time was"}
+        self.save()
+        print_table(self.results)
+        sys.stdout.flush()
+        os._exit(1)
 
     def fill(self) -> dict[str, Any]:
         """Fills the store, pageable for now."""
@@ -229,7 +263,7 @@ class Bench:
 
     def products(self, share: float) -> int:
         """How many products take `share` times as long as the copy of a unit."""
-        return min(max(round(share * self.copy_s / self.product_s), 1), 200)
+        return min(max(round(share * self.copy_s / self.product_s), 1), _MOST_PRODUCTS)
 
     def run(
         self,
@@ -272,12 +306,18 @@ class Bench:
         products: int,
         repeats: int,
         timeline: str | None = None,
+        *,
+        copy_s: float | None = None,
+        ids: Callable[[int], np.ndarray] | None = None,
     ) -> dict[str, Any]:
-        """Several identical runs after one that compiles and warms up."""
-        ledger, _ = self.run(streamer, steps[: self.scale.layers], products)
+        """Several identical runs after one that compiles and warms up.
+
+        copy_s  seconds of a unit when nothing computes; those of whole layers without it
+        """
+        ledger, _ = self.run(streamer, steps[: self.scale.layers], products, ids)
         runs, walls = [], []
         for _ in range(repeats):
-            ledger, wall = self.run(streamer, steps, products)
+            ledger, wall = self.run(streamer, steps, products, ids)
             walls.append(wall)
             rates = ledger.copy_gb_per_s
             runs.append(
@@ -298,7 +338,7 @@ class Bench:
         middle = statistics.median(walls)
         units = len(ledger.copy_gb_per_s)
         compute_s = products * self.product_s * units
-        copy_s = self.copy_s * units
+        copy_s = (self.copy_s if copy_s is None else copy_s) * units
         if timeline is not None:
             write_timeline(self.out / f"streaming_timeline_{timeline}.json", ledger.spans)
         return {
@@ -306,6 +346,7 @@ class Bench:
             "products": products,
             "median_wall_s": middle,
             "spread": (max(walls) - min(walls)) / middle,
+            "slow_copies": _slow_copies(runs, ledger.total_bytes / units),
             "median_overlap": statistics.median(run["overlap"] or 0.0 for run in runs),
             "gb_per_s": ledger.total_bytes / middle / 1e9,
             "compute_alone_s": compute_s,
@@ -317,10 +358,10 @@ class Bench:
         }
 
     def compute_bound(self) -> dict[str, Any]:
-        """Compute takes 1.3 times the copy: all copies but the first should hide."""
+        """Compute takes 1.2 times the copy: all copies but the first should hide."""
         with self.streamer() as streamer:
             return self.repeated(
-                streamer, self.steps(), self.products(1.3), self.scale.repeats, "compute_bound"
+                streamer, self.steps(), self.products(1.2), self.scale.repeats, "compute_bound"
             )
 
     def copy_bound(self) -> dict[str, Any]:
@@ -334,7 +375,7 @@ class Bench:
         """No prefetch, and deeper windows, both ways."""
         found = {}
         for window in (0, 2):
-            for name, share in (("compute_bound", 1.3), ("copy_bound", 0.5)):
+            for name, share in (("compute_bound", 1.2), ("copy_bound", 0.5)):
                 with self.streamer(window=window) as streamer:
                     found[f"window_{window}_{name}"] = self.repeated(
                         streamer, self.steps(1), self.products(share), 2
@@ -347,7 +388,13 @@ class Bench:
         budget = 3 * self.layout.item_bytes * max(share // 4, 2)
         with self.streamer(budget_bytes=budget) as streamer:
             waves = -(-share // streamer.wave_items)
-            found = self.repeated(streamer, self.steps(1), self.products(1.3 / waves), 2)
+            found = self.repeated(
+                streamer,
+                self.steps(1),
+                self.products(1.2 / waves),
+                2,
+                copy_s=self.copy_s / waves,
+            )
             return {"budget_bytes": budget, "waves": waves, **found}
 
     def pageable(self) -> dict[str, Any]:
@@ -357,7 +404,7 @@ class Bench:
             self.run(streamer, steps[:2], 0)
             alone, alone_s = self.run(streamer, steps, 0)
             # The copy alone takes alone_s per unit; compute as long as that.
-            products = min(max(round(alone_s / len(steps) / self.product_s), 1), 200)
+            products = min(max(round(alone_s / len(steps) / self.product_s), 1), _MOST_PRODUCTS)
             self.run(streamer, steps[:2], products)
             ledger, wall = self.run(streamer, steps, products)
         return {
@@ -386,29 +433,78 @@ class Bench:
         return _with_summary({"lru": lru, "static": static}, "median_wall_s", "bytes")
 
     def routed(self) -> dict[str, Any]:
-        """Only what a router asks for: 6 of all items per token, popularity as 1 / rank."""
+        """Only what a router asks for: 6 of all items per token, popularity as 1 / rank.
+
+        "independent": every token draws for itself. "correlated": 8 tokens in a row draw once.
+        """
         found: dict[str, Any] = {}
         items, layers = self.scale.items, self.scale.layers
-        whole_steps, products = self.steps(1), self.products(0.1)
-        with self.streamer() as streamer:
-            whole = self.repeated(streamer, whole_steps, products, 2)
-        for tokens in (128, 512, 2048):
-            routing = [_route(tokens, items, seed) for seed in range(layers)]
-            steps = [Step(layer, "routed") for layer in range(layers)]
+        share = len(self.kept.streamed[0])
+        for tokens, layer_s in _LAYER_SECONDS.items():
+            products = min(max(round(layer_s / self.product_s), 1), 8)
             with self.streamer() as streamer:
-                self.run(streamer, steps, products, routing.__getitem__)
-                ledger, wall = self.run(streamer, steps, products, routing.__getitem__)
-            distinct = [len(np.unique(ids)) for ids in routing]
-            missed = sum(int((np.unique(ids) >= self.scale.resident).sum()) for ids in routing)
-            found[f"tokens_{tokens}"] = {
-                "wall_s": wall,
-                "whole_wall_s": whole["median_wall_s"],
-                "distinct_mean": statistics.mean(distinct),
-                "bytes": ledger.total_bytes,
-                "bytes_are_distinct": ledger.total_bytes == missed * self.layout.item_bytes,
-                "gb_per_s": ledger.total_bytes / wall / 1e9,
-            }
-        return _with_summary(found, "wall_s", "gb_per_s")
+                whole = self.repeated(streamer, self.steps(1), products, 2)
+            for name, draws in (("independent", tokens), ("correlated", tokens // 8)):
+                routing = [_route(draws, items, seed) for seed in range(layers)]
+                steps = [Step(layer, "routed") for layer in range(layers)]
+                with self.streamer() as streamer:
+                    part = self.repeated(streamer, steps, products, 2, ids=routing.__getitem__)
+                distinct = [len(np.unique(ids)) for ids in routing]
+                missed = sum(int((np.unique(ids) >= self.scale.resident).sum()) for ids in routing)
+                faster = part["median_wall_s"] < whole["median_wall_s"]
+                expected_faster = prefer_routed(
+                    distinct_misses=missed / layers,
+                    share=share,
+                    item_bytes=self.layout.item_bytes,
+                    link_bytes_per_s=share * self.layout.item_bytes / self.copy_s,
+                    compute_s=products * self.product_s,
+                )
+                found[f"tokens_{tokens}_{name}"] = {
+                    "wall_s": part["median_wall_s"],
+                    "whole_wall_s": whole["median_wall_s"],
+                    "wins": "routed" if faster else "whole",
+                    "auto_takes": "routed" if expected_faster else "whole",
+                    "compute_s": products * self.product_s * layers,
+                    "distinct_mean": statistics.mean(distinct),
+                    "moved_mean": missed / layers,
+                    "share": share,
+                    "bytes": part["bytes"],
+                    "whole_bytes": whole["bytes"],
+                    "bytes_are_distinct": part["bytes"] == missed * self.layout.item_bytes,
+                    "gb_per_s": part["gb_per_s"],
+                }
+        return _with_summary(found, "wins", "auto_takes")
+
+    def notes(self) -> dict[str, Any]:
+        """What a note of 4,096 tokens costs: the call on an idle device and behind 10 products.
+
+        A callback keeps the dispatching thread until the device has come to it.
+        """
+        ids = jax.device_put(_route(4096, self.scale.items, 0), self.device)
+        program = make_program(10)
+        empty = {"none": jnp.zeros((1, 1), jnp.uint8)}
+        jax.block_until_ready(program(self.x, self.w, empty))
+        found: dict[str, Any] = {"products_s": 10 * self.product_s}
+        for name, sends_ids, by_callback in (
+            ("fetch_counts", False, False),
+            ("callback_counts", False, True),
+            ("callback_ids", True, True),
+        ):
+            notes = Notes(self.scale.items, ids=sends_ids, by_callback=by_callback)
+            times: dict[str, list[float]] = {"idle": [], "behind": []}
+            for number in range(2 * self.scale.repeats + 2):
+                behind = number % 2
+                output = program(self.x, self.w, empty) if behind else ids
+                began = time.perf_counter()
+                notes.send(number, 0, ids)
+                called = time.perf_counter() - began
+                notes.wait(number, 60)
+                jax.block_until_ready(output)
+                if number > 1:  # the first two compile
+                    times["behind" if behind else "idle"].append(called)
+            found[f"{name}_idle_s"] = statistics.median(times["idle"])
+            found[f"{name}_behind_s"] = statistics.median(times["behind"])
+        return found
 
     def small_put(self) -> dict[str, Any]:
         """How long four bytes take alone, and issued behind the copy of a whole unit."""
@@ -433,48 +529,71 @@ class Bench:
         needed = layout.layers * layout.block_bytes(layout.items)
         items = residency.even(layout.layers, layout.items, 0).streamed
         found: dict[str, Any] = {"bytes": needed}
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            found["file_system"] = _file_system(folder)
             if shutil.disk_usage(folder).free < 1.2 * needed:
                 return {"skipped": "not enough room", "needed_bytes": needed}
             began = time.perf_counter()
             locate = _write_layers(layout, folder)
             found["write_s"] = time.perf_counter() - began
             arms: list[tuple[str, ReaderKind, bool]] = [
-                ("preadv_cold", "preadv", True),
                 ("preadv_warm", "preadv", False),
                 ("mmap_warm", "mmap", False),
+                ("preadv_cold", "preadv", True),
                 ("direct", "direct", True),
+                ("mmap_cold", "mmap", True),
             ]
             for name, reader, cold in arms:
                 if time.perf_counter() > self.deadline:
-                    break
+                    found[name] = {"skipped": "out of time"}
+                    continue
                 if cold:
                     _forget(folder)
-                found[name] = self._disk_run(layout, locate, items, reader)
+                repeats = 1 if cold else self.scale.repeats
+                found[name] = self._disk_runs(layout, locate, items, reader, repeats)
         return _with_summary(found, "gb_per_s", "storage_bytes")
 
-    def _disk_run(
+    def _disk_runs(
         self,
         layout: SlabLayout,
         locate: Locate,
         items: Sequence[Sequence[int]],
         reader: ReaderKind,
+        repeats: int,
     ) -> dict[str, Any]:
+        """Runs with next to no compute; where repeated, also with as much as files take."""
         pinner = Pinner(self.driver)
         ring = DiskRing(layout, locate, rows=layout.items, slots=3, reader=reader, pinner=pinner)
         pinner.wait()
         steps = [Step(layer) for layer in range(layout.layers)]
         with Streamer(layout, items, self.device, ring=ring) as streamer:
-            ledger, wall = self.run(streamer, steps, 1)
-        return {
-            "wall_s": wall,
-            "gb_per_s": ledger.total_bytes / wall / 1e9,
-            "overlap": ledger.overlap,
-            "dispatch_wait_s": ledger.dispatch_wait_s,
-            "storage_bytes": ledger.storage_bytes,
-            "major_faults": ledger.major_faults,
-            "slow_fills": ledger.slow_fills,
-        }
+            if repeats > 1:  # the page cache is warm afterwards, whatever it was
+                self.run(streamer, steps, 1)
+            runs = [self.run(streamer, steps, 1) for _ in range(repeats)]
+            walls = [wall for _, wall in runs]
+            middle, ledger = statistics.median(walls), runs[-1][0]
+            found = {
+                "runs_wall_s": walls,
+                "gb_per_s": ledger.total_bytes / middle / 1e9,
+                "spread": (max(walls) - min(walls)) / middle,
+                "overlap": ledger.overlap,
+                "dispatch_wait_s": ledger.dispatch_wait_s,
+                "storage_bytes": ledger.storage_bytes,
+                "major_faults": ledger.major_faults,
+                "slow_fills": ledger.slow_fills,
+            }
+            if repeats > 1:
+                unit_s = middle / len(steps)
+                products = min(max(round(1.2 * unit_s / self.product_s), 1), _MOST_PRODUCTS)
+                self.run(streamer, steps, products)
+                hidden, wall = self.run(streamer, steps, products)
+                found["with_compute"] = {
+                    "wall_s": wall,
+                    "compute_alone_s": products * self.product_s * len(steps),
+                    "overlap": hidden.overlap,
+                    "dispatch_wait_s": hidden.dispatch_wait_s,
+                }
+        return found
 
     def close(self) -> None:
         self.store.close()
@@ -490,6 +609,31 @@ def _with_summary(found: dict[str, Any], *keys: str) -> dict[str, Any]:
         if key in part
     }
     return {**found, **flat}
+
+
+def _slow_copies(runs: Sequence[dict[str, Any]], unit_bytes: float) -> dict[str, Any]:
+    """Whether slow copies make the difference between the fastest and the slowest run.
+
+    A copy is slow below 0.9 of the median rate of all runs; its excess is the time beyond what
+    it would have taken at that rate. Differences are those of the slowest run to the fastest.
+    """
+    median = statistics.median(rate for run in runs for rate in run["copies"])
+
+    def excess(run: dict[str, Any]) -> float:
+        slow = [rate for rate in run["copies"] if 0 < rate < _SLOW_COPY * median]
+        return sum(unit_bytes / 1e9 * (1 / rate - 1 / median) for rate in slow)
+
+    ordered = sorted(runs, key=lambda run: run["wall_s"])
+    fastest, slowest = ordered[0], ordered[-1]
+    return {
+        "median_gb_per_s": median,
+        "count_by_run": [sum(rate < _SLOW_COPY * median for rate in run["copies"]) for run in runs],
+        "excess_s_by_run": [excess(run) for run in runs],
+        "wall_difference_s": slowest["wall_s"] - fastest["wall_s"],
+        "excess_difference_s": excess(slowest) - excess(fastest),
+        "copy_busy_difference_s": slowest["copy_busy_s"] - fastest["copy_busy_s"],
+        "compute_busy_difference_s": slowest["compute_busy_s"] - fastest["compute_busy_s"],
+    }
 
 
 def _route(tokens: int, items: int, seed: int) -> np.ndarray:
@@ -526,6 +670,17 @@ def _write_layers(layout: SlabLayout, folder: str) -> Locate:
     return locate
 
 
+def _file_system(folder: str) -> str | None:
+    """Type of the file system that a folder is on, None where the system does not tell."""
+    try:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return None
+    real = Path(folder).resolve()
+    above = [(len(row[1]), row[2]) for row in mounts if real.is_relative_to(row[1])]
+    return max(above)[1] if above else None
+
+
 def _forget(folder: str) -> None:
     """Asks the system to drop cached pages of the files in a folder."""
     for path in Path(folder).iterdir():
@@ -533,16 +688,96 @@ def _forget(folder: str) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was asked for and what was found; `met` is None for what has no limit or no result."""
+    rows: list[dict[str, Any]] = []
+
+    def row(what: str, limit: str, met: Callable[[Any], bool] | None, *keys: str) -> None:
+        found: Any = results
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        judged = None if met is None or found is None else met(found)
+        rows.append({"what": what, "limit": limit, "found": found, "met": judged})
+
+    sustained = ("copies_alone", "sustained_gb_per_s")
+    row("sustained GB/s, nothing computes", ">= 48", lambda x: x >= 48, *sustained)
+    row("bytes of that run", ">= 50e9", lambda x: x >= 50e9, "copies_alone", "bytes")
+    bound = ("compute_bound", "median_overlap")
+    row("overlap, compute 1.2 x copy", ">= 0.95", lambda x: x >= 0.95, *bound)
+    bound = ("copy_bound", "wall_over_bound")
+    row("copy-bound wall / (bytes / bandwidth)", "<= 1.05", lambda x: x <= 1.05, *bound)
+    for name in ("compute_bound", "copy_bound"):
+        row(f"spread of 5 runs, {name}", "0.02, or explained", None, name, "spread")
+        row(" slowest - fastest, s", "", None, name, "slow_copies", "wall_difference_s")
+        row("  of it slow copies, s", "", None, name, "slow_copies", "excess_difference_s")
+        row("  compute busy, s", "", None, name, "slow_copies", "compute_busy_difference_s")
+    row("registration, s per GB", "", None, "pin", "s_per_gb")
+    row("registration, device bytes", "", None, "pin", "device_bytes")
+    for name in ("compute_bound", "copy_bound"):
+        whole = ("windows", f"window_0_{name}", "median_wall_s")
+        row(f"no prefetch, one pass, {name}, s", "", None, *whole)
+        whole = ("windows", f"window_2_{name}", "median_wall_s")
+        row(f"window 2, one pass, {name}, s", "", None, *whole)
+    row("pageable GB/s", "", None, "pageable", "gb_per_s")
+    row("pageable overlap", "", None, "pageable", "overlap")
+    for name in ("lru", "static"):
+        row(f"half resident, {name}, s", "", None, "policies", name, "median_wall_s")
+        row(f"half resident, {name}, bytes", "", None, "policies", name, "bytes")
+    row("waves: overlap", "", None, "waves", "median_overlap")
+    for tokens in _LAYER_SECONDS:
+        for name in ("independent", "correlated"):
+            arm = ("routed", f"tokens_{tokens}_{name}")
+            row(
+                f"routed {tokens} {name}: bytes = distinct", "yes", bool, *arm, "bytes_are_distinct"
+            )
+            row(" items of a layer moved", "", None, *arm, "moved_mean")
+            row(" routed, s", "", None, *arm, "wall_s")
+            row(" whole, s", "", None, *arm, "whole_wall_s")
+            row(" auto takes", "", None, *arm, "auto_takes")
+    for name in ("preadv_warm", "mmap_warm", "preadv_cold", "direct", "mmap_cold"):
+        row(f"disk {name} GB/s", "", None, "disk", name, "gb_per_s")
+    arm = ("disk", "preadv_warm")
+    row("disk warm: bytes from storage", "0", lambda x: x == 0, *arm, "storage_bytes")
+    row("disk warm: major page faults", "0", lambda x: x == 0, *arm, "major_faults")
+    row(
+        "disk warm: overlap, compute 1.2 x",
+        ">= 0.95",
+        lambda x: x >= 0.95,
+        *arm,
+        "with_compute",
+        "overlap",
+    )
+    row("note by callback, idle, s", "", None, "notes", "callback_counts_idle_s")
+    row("note by callback, behind compute, s", "", None, "notes", "callback_counts_behind_s")
+    row("note fetched, s", "", None, "notes", "fetch_counts_behind_s")
+    return rows
+
+
+def print_table(results: dict[str, Any]) -> None:
+    """The targets, one line each."""
+    words = {None: "", True: "met", False: "MISSED"}
+    for row in results["targets"]:
+        found = row["found"]
+        text = f"{found:.4g}" if isinstance(found, float) else str(found)
+        print(f"{row['what']:<44} {text:>14}  {row['limit']:<20}{words[row['met']]}")
+    print(f"parts that failed or were left out: {', '.join(results['failed']) or 'none'}")
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measures everything; returns the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder for results")
-    parser.add_argument("--seconds", type=float, default=170.0, help="start no part after this")
+    parser.add_argument("--seconds", type=float, default=145.0, help="start no part after this")
+    parser.add_argument("--folder", help="where files for the disk tier go; default: temporary")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a test on a CPU")
     options = parser.parse_args(arguments)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(TINY if options.tiny else FULL, out, options.seconds)
+    bench = Bench(TINY if options.tiny else FULL, out, options.seconds, options.folder)
+    watchdog = threading.Timer(options.seconds + _GRACE_S, bench.stuck)
+    watchdog.daemon = True
+    watchdog.start()
+    # What everything else rests on first, then by importance.
     bench.part("fill", bench.fill)
     bench.part("product", bench.product)
     bench.part("pageable", bench.pageable)
@@ -550,15 +785,18 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     bench.part("copies_alone", bench.copies_alone)
     bench.part("copy_bound", bench.copy_bound)
     bench.part("compute_bound", bench.compute_bound)
-    bench.part("small_put", bench.small_put)
     bench.part("routed", bench.routed)
-    bench.part("windows", bench.windows)
-    bench.part("waves", bench.waves)
-    bench.part("policies", bench.policies)
     bench.part("disk", bench.disk)
+    bench.part("windows", bench.windows)
+    bench.part("policies", bench.policies)
+    bench.part("notes", bench.notes)
+    bench.part("small_put", bench.small_put)
+    bench.part("waves", bench.waves)
+    watchdog.cancel()
     bench.close()
+    print_table(bench.results)
     return bench.results
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(1 if main()["failed"] else 0)
