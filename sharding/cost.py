@@ -126,6 +126,7 @@ class Schedule:
     layer_link_bytes      bytes per layer and pass that cross the host link beside the experts
                           (activations that are kept in host memory).
     activations           "device" or "host": where the streams of a micro-batch are kept.
+    sequences             whose states are held at once; `LayerCost.state_bytes` is that of one.
     """
 
     order: str
@@ -141,6 +142,7 @@ class Schedule:
     head_ns: int = 0
     layer_link_bytes: int = 0
     activations: str = "device"
+    sequences: int = 1
 
     def __post_init__(self) -> None:
         if self.order not in ("chunk_major", "layer_major"):
@@ -151,7 +153,13 @@ class Schedule:
             raise PlanError(
                 f"Schedule.activations is {self.activations!r}, expected 'device' or 'host'"
             )
-        _check(self, 1, micro_batch_tokens=self.micro_batch_tokens, passes=self.passes)
+        _check(
+            self,
+            1,
+            micro_batch_tokens=self.micro_batch_tokens,
+            passes=self.passes,
+            sequences=self.sequences,
+        )
         _check(
             self,
             0,
@@ -183,6 +191,8 @@ class Problem:
     ring_units          experts per slab that a stage may choose from; WHOLE_LAYER or any value
                         above the number of experts means the streamed share of a whole layer.
     upload_overhead_ns  added per slab uploaded; it is what makes small slabs cost something.
+    layer_residents     experts that stay in every layer, where that was decided before; None takes
+                        as many as fit.
     embed_bytes         on the device that owns the first layer; head_bytes: of the last layer.
     """
 
@@ -195,6 +205,7 @@ class Problem:
     ring_slots: int = 3
     ring_units: tuple[int, ...] = (WHOLE_LAYER,)
     upload_overhead_ns: int = 0
+    layer_residents: int | None = None
     embed_bytes: int = 0
     head_bytes: int = 0
     hosts: tuple[HostCost, ...] = (HostCost(),)
@@ -215,6 +226,13 @@ class Problem:
         )
         for unit in self.ring_units:
             _check(self, 1, ring_units=unit)
+        if self.layer_residents is not None:
+            _check(self, 0, layer_residents=self.layer_residents)
+            if self.layer_residents > self.experts:
+                raise PlanError(
+                    f"Problem.layer_residents is {self.layer_residents}, layers have "
+                    f"{self.experts} experts"
+                )
         counts = sorted({layer.experts for layer in self.layers if layer.experts})
         if len(counts) > 1:
             raise PlanError(f"layers have {counts} experts, expected one number (or 0)")

@@ -22,14 +22,19 @@ class RangeTable:
 
     in experts: the ring holds `slots` slabs, and a slab holds at most `unit` experts and at most
     the streamed share of a layer. R is spread evenly over the layers of the range, the first
-    R % layers have one more.
+    R % layers have one more. With `Problem.layer_residents`, or `residents` for the range, R is
+    given instead of found.
+
+    A layer computes when its experts are there, and the next layer's arrive meanwhile: the first
+    slab of a pass hides behind nothing, and nothing is left to move beside the last layer.
 
     With a peer, the experts that are streamed come over three paths at once: from host memory over
     the own link, from the peer's memory, and from host memory through the peer. The division makes
     the slowest path as fast as possible, then reads as little host memory as possible.
 
     feasible         whether the range fits.
-    local_ns         max(compute_ns, stream_ns): time of a pass without hand-off.
+    local_ns         max(fill_ns + compute_ns, stream_ns + tail_ns): a pass without hand-off. fill_ns
+                     is the first slab's time, tail_ns that of the last layer if it streams.
     host_experts, peer_experts, relayed    experts moved per pass, by path.
     own_host_bytes, peer_host_bytes        read per pass from the two hosts.
     memory           component -> bytes on the device; peer_memory: on the peer.
@@ -37,7 +42,13 @@ class RangeTable:
     """
 
     def __init__(
-        self, problem: Problem, schedule: Schedule, device: int, peer: int | None, unit: int
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        device: int,
+        peer: int | None,
+        unit: int,
+        residents: int | None = None,
     ) -> None:
         n = len(problem.layers)
         row = problem.devices[device]
@@ -57,7 +68,7 @@ class RangeTable:
         space = np.array([layer.workspace_bytes for layer in problem.layers], np.int64)
         self.memory = {
             "dense weights": total(layer.dense_bytes for layer in problem.layers),
-            "state": total(layer.state_bytes for layer in problem.layers),
+            "state": total(layer.state_bytes for layer in problem.layers) * schedule.sequences,
             "embedding": np.where(begin == 0, problem.embed_bytes, 0),
             "head": np.where(end == n, problem.head_bytes, 0),
             "workspace": np.concatenate([np.maximum.accumulate(space[i:]) for i in range(n)]),
@@ -67,13 +78,24 @@ class RangeTable:
         }
         fixed = np.sum(list(self.memory.values()), axis=0)
         layers = total(int(layer.experts > 0) for layer in problem.layers)
-        self._place(problem, layers, (row.memory_bytes - fixed) // problem.expert_bytes)
-        least = np.minimum(layers * problem.experts, problem.ring_slots * unit)
+        room = (row.memory_bytes - fixed) // problem.expert_bytes
+        if residents is None and problem.layer_residents is None:
+            self._place(problem, layers, room)
+            least = np.minimum(layers * problem.experts, problem.ring_slots * unit)
+        else:
+            given = layers * (problem.layer_residents or 0)
+            if residents is not None:
+                given = np.full_like(layers, residents)
+            self._take(problem, layers, room, given)
+            least = self.residents + self.ring
         self.need = fixed + least * problem.expert_bytes
         self.memory["resident experts"] = self.residents * problem.expert_bytes
         self.memory["ring"] = self.ring * problem.expert_bytes
         self._stream(problem, schedule, layers, device, peer)
-        self.local_ns = np.maximum(self.compute_ns, self.stream_ns)
+        last = np.array(schedule.compute_ns, np.int64)[end - 1]
+        last += np.where(end == n, schedule.head_ns, 0)
+        self.tail_ns = np.where(self.last_streams, -(-last * 1000 // row.speed_permille), 0)
+        self.local_ns = np.maximum(self.fill_ns + self.compute_ns, self.stream_ns + self.tail_ns)
 
     def index(self, begin: int, end: int) -> int:
         """Position of the range [begin, end) in the arrays."""
@@ -93,9 +115,20 @@ class RangeTable:
         some = np.where(wide & (q > count - unit), shrunk, full)
         self.feasible = (room >= 0) & (fits | (some >= 0))
         self.residents = np.where(fits, everything, np.maximum(some, 0))
+        self._hold_slabs(problem, layers, fits)
+
+    def _take(
+        self, problem: Problem, layers: np.ndarray, room: np.ndarray, residents: np.ndarray
+    ) -> None:
+        """Residents that were decided before."""
+        self.residents = np.minimum(residents, layers * problem.experts)
+        self._hold_slabs(problem, layers, self.residents == layers * problem.experts)
+        self.feasible = (room >= 0) & (self.residents + self.ring <= room)
+
+    def _hold_slabs(self, problem: Problem, layers: np.ndarray, everything: np.ndarray) -> None:
         share = self.residents // np.maximum(layers, 1)
-        self.slab = np.where(fits, 0, np.minimum(unit, count - share))
-        self.ring = slots * self.slab
+        self.slab = np.where(everything, 0, np.minimum(self.unit, problem.experts - share))
+        self.ring = problem.ring_slots * self.slab
 
     def _stream(
         self,
@@ -142,6 +175,15 @@ class RangeTable:
             apart = layers * problem.experts - self.residents
             busy_ns = self._divide(problem, experts, apart, own_ns, extra_ns, device, peer)
         self.stream_ns = busy_ns + over_layers(uploads) * problem.upload_overhead_ns
+        # The first layer of the range with experts has one resident more if any layer has.
+        most = np.minimum(share + (middle > first), count)
+        width = max(len(hits), 1)
+        at_first = moved[most, np.minimum(first, width - 1)] if hits else np.zeros_like(experts)
+        begins = np.where(last > first, np.minimum(at_first, self.unit), 0)
+        self.fill_ns = begins * own_ns + (begins > 0) * problem.upload_overhead_ns
+        at_last = moved[share, np.maximum(last - 1, 0)] if hits else np.zeros_like(experts)
+        has_experts = np.array([layer.experts > 0 for layer in problem.layers])
+        self.last_streams = (last > first) & has_experts[self.end - 1] & (at_last > 0)
         self.host_experts = experts - self.peer_experts - self.relayed
         self.own_host_bytes = (
             self.host_experts * problem.expert_bytes + span * schedule.layer_link_bytes

@@ -4,6 +4,8 @@ A stage [begin, end) on a device needs, per pass over a micro-batch of S tokens,
 
     t = max(compute, upload of the experts that are not resident) + hand-off from the stage before
 
+(with the upload ahead of the first layer and the computation of the last one, which hide behind
+nothing: see `sharding.residency`)
 and a run of m passes over the stages takes
 
     objective = sum t + (m - 1) max t,    at least    m * streamed bytes / bandwidth of a host
@@ -53,6 +55,7 @@ class StagePlan:
     peer_residents   experts kept in the memory of the peer.
     host_experts, peer_experts, relayed_experts   moved per pass: over the own host link, from the
                      peer's memory, from host memory through the peer.
+    fill_ns, tail_ns of a pass: upload before the first layer, computation after the last upload.
     memory           (component, bytes) on the device; peer_memory: on the peer.
     """
 
@@ -65,6 +68,8 @@ class StagePlan:
     relayed_experts: int
     compute_ns: int
     stream_ns: int
+    fill_ns: int
+    tail_ns: int
     handoff_ns: int
     memory: tuple[tuple[str, int], ...]
     peer_memory: tuple[tuple[str, int], ...] = ()
@@ -72,7 +77,8 @@ class StagePlan:
     @property
     def time_ns(self) -> int:
         """Time of one pass through the stage."""
-        return max(self.compute_ns, self.stream_ns) + self.handoff_ns
+        busy = max(self.fill_ns + self.compute_ns, self.stream_ns + self.tail_ns)
+        return busy + self.handoff_ns
 
     @property
     def memory_bytes(self) -> int:
@@ -137,7 +143,8 @@ class Plan:
             return "shared host link"
         at = max(range(len(self.stages)), key=lambda i: (self.stages[i].time_ns, -i))
         stage = self.stages[at]
-        what = "compute" if stage.compute_ns >= stage.stream_ns else "expert upload"
+        computes = stage.fill_ns + stage.compute_ns >= stage.stream_ns + stage.tail_ns
+        what = "compute" if computes else "expert upload"
         return f"{what} of stage {at} on {self.problem.devices[stage.range.device].name}"
 
     def __str__(self) -> str:
@@ -179,6 +186,17 @@ def price_split(problem: Problem, schedule: Schedule, stages: Sequence[StageRang
         _fastest_unit(problem, schedule, stage, f"stage {i}") for i, stage in enumerate(stages)
     ]
     return _assemble(problem, schedule, stages, units)
+
+
+def price_plan(problem: Problem, schedule: Schedule, plan: Plan) -> Plan:
+    """What another schedule takes with the stages, residents and slabs of a plan."""
+    return _assemble(
+        problem,
+        schedule,
+        [stage.range for stage in plan.stages],
+        [max(stage.slab_experts, 1) for stage in plan.stages],
+        [stage.residents for stage in plan.stages],
+    )
 
 
 def _solve(problem: Problem, keep: int) -> Plan | None:
@@ -231,13 +249,18 @@ def _alternative(space: Space, schedule: Schedule, plan: Found) -> Alternative:
 
 
 def _assemble(
-    problem: Problem, schedule: Schedule, stages: Sequence[StageRange], units: Sequence[int]
+    problem: Problem,
+    schedule: Schedule,
+    stages: Sequence[StageRange],
+    units: Sequence[int],
+    residents: Sequence[int | None] | None = None,
 ) -> Plan:
-    """Prices stages whose ring units are known."""
+    """Prices stages whose ring units, and perhaps residents, are known."""
     rows = []
     per_host = [0] * len(problem.hosts)
-    for i, (stage, unit) in enumerate(zip(stages, units, strict=True)):
-        table = RangeTable(problem, schedule, stage.device, stage.peer, unit)
+    given = residents or [None] * len(stages)
+    for i, (stage, unit, held) in enumerate(zip(stages, units, given, strict=True)):
+        table = RangeTable(problem, schedule, stage.device, stage.peer, unit, held)
         at = table.index(stage.begin, stage.end)
         per_host[problem.devices[stage.device].host] += int(table.own_host_bytes[at])
         if stage.peer is not None:
@@ -254,6 +277,8 @@ def _assemble(
                 relayed_experts=int(table.relayed[at]),
                 compute_ns=int(table.compute_ns[at]),
                 stream_ns=int(table.stream_ns[at]),
+                fill_ns=int(table.fill_ns[at]),
+                tail_ns=int(table.tail_ns[at]),
                 handoff_ns=0
                 if before is None
                 else handoff_ns(problem, schedule, before, stage.device),
@@ -383,7 +408,8 @@ def _report(plan: Plan) -> list[str]:
     for i, stage in enumerate(plan.stages):
         lines.append(
             f"  stage {i}: {_seconds(stage.time_ns)} per pass = max(compute "
-            f"{_seconds(stage.compute_ns)}, upload {_seconds(stage.stream_ns)}) + hand-off "
+            f"{_seconds(stage.fill_ns + stage.compute_ns)}, upload "
+            f"{_seconds(stage.stream_ns + stage.tail_ns)}) + hand-off "
             f"{_seconds(stage.handoff_ns)}; {stage.residents} experts resident, per pass "
             f"{stage.host_experts} from the host, {stage.peer_experts} from the peer, "
             f"{stage.relayed_experts} through the peer; slabs of {stage.slab_experts}"

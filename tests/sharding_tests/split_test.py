@@ -44,7 +44,8 @@ def residency_by_scan(problem, schedule, stage, unit):
     device = problem.devices[stage.device]
     layers = range(stage.begin, stage.end)
     fixed = schedule.activation_bytes
-    fixed += sum(problem.layers[i].dense_bytes + problem.layers[i].state_bytes for i in layers)
+    fixed += sum(problem.layers[i].dense_bytes for i in layers)
+    fixed += schedule.sequences * sum(problem.layers[i].state_bytes for i in layers)
     fixed += max(problem.layers[i].workspace_bytes for i in layers)
     fixed += problem.embed_bytes if stage.begin == 0 else schedule.receive_bytes
     fixed += problem.head_bytes if stage.end == len(problem.layers) else schedule.send_bytes
@@ -53,6 +54,11 @@ def residency_by_scan(problem, schedule, stage, unit):
     room = (device.memory_bytes - fixed) // problem.expert_bytes
     with_experts = [i for i in layers if problem.layers[i].experts]
     everything = sum(problem.layers[i].experts for i in with_experts)
+    if problem.layer_residents is not None:
+        residents = len(with_experts) * problem.layer_residents
+        slab = min(unit, problem.experts - problem.layer_residents) if with_experts else 0
+        fits = residents + problem.ring_slots * slab <= room
+        return (residents, slab, with_experts) if fits else None
     if everything <= room:
         return everything, 0, with_experts
     for residents in range(everything - 1, -1, -1):
@@ -74,12 +80,15 @@ def stage_by_scan(problem, schedule, stage, unit):
     work += schedule.head_ns if stage.end == len(problem.layers) else 0
     compute = ceil_div(work * 1000, device.speed_permille)
     share, more = divmod(residents, max(len(with_experts), 1))
-    moved, uploads = 0, 0
-    for at, i in enumerate(with_experts):
-        streamed = problem.experts - share - (1 if at < more else 0)
-        count = ceil_div(streamed * schedule.distinct[i], problem.experts)
-        moved += count
-        uploads += ceil_div(count, unit)
+    counts = {
+        i: ceil_div(
+            (problem.experts - share - (1 if at < more else 0)) * schedule.distinct[i],
+            problem.experts,
+        )
+        for at, i in enumerate(with_experts)
+    }
+    moved = sum(counts.values())
+    uploads = sum(ceil_div(count, unit) for count in counts.values())
     own = ns(problem.expert_bytes, device.host_link_bytes_per_s)
     span = stage.end - stage.begin
     extra = span * ns(schedule.layer_link_bytes, device.host_link_bytes_per_s)
@@ -106,8 +115,16 @@ def stage_by_scan(problem, schedule, stage, unit):
         ]
     stream, from_hosts, relayed = min(choices)
     stream += uploads * problem.upload_overhead_ns
+    # Ahead of the first layer nothing computes, beside the last one nothing moves.
+    begins = min(counts[with_experts[0]], unit) if with_experts else 0
+    fill = begins * own + (problem.upload_overhead_ns if begins else 0)
+    tail = 0
+    if counts.get(stage.end - 1):
+        last = schedule.compute_ns[stage.end - 1]
+        last += schedule.head_ns if stage.end == len(problem.layers) else 0
+        tail = ceil_div(last * 1000, device.speed_permille)
     own_bytes = (from_hosts - relayed) * problem.expert_bytes + extra_bytes
-    return max(compute, stream), own_bytes, relayed * problem.expert_bytes
+    return max(fill + compute, stream + tail), own_bytes, relayed * problem.expert_bytes
 
 
 def all_splits(problem):
@@ -223,6 +240,7 @@ def random_problem(seed, *, limited=None, peers=None):
             embed_ns=spread(0, 5),
             head_ns=spread(0, 9),
             layer_link_bytes=rng.choice([0, 0, 6]),
+            sequences=rng.choice([1, 1, 2]),
         )
         for i in range(rng.randint(1, 3))
     )
@@ -251,6 +269,9 @@ def random_problem(seed, *, limited=None, peers=None):
         ring_slots=rng.randint(1, 3),
         ring_units=rng.choice([(WHOLE_LAYER,), (WHOLE_LAYER, 1), (2,), (3, 2, 1)]),
         upload_overhead_ns=rng.choice([0, 1, 4]),
+        layer_residents=None
+        if rng.random() < 0.8
+        else rng.randint(0, max(row.experts for row in rows)),
         embed_bytes=spread(0, 4),
         head_bytes=spread(0, 5),
         hosts=tuple(
