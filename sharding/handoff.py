@@ -2,11 +2,14 @@
 
 Within a process a hand-off is `copy_tree`. Between processes it is a `Sender` and a `Receiver`,
 joined by one TCP connection that carries a header per unit (its id, the structure of the tree, the
-shapes and dtypes) and an acknowledgement per unit. The arrays themselves take one of three ways:
+shapes and dtypes) and an acknowledgement per unit. The arrays themselves take one of four ways:
 
     "socket"      raw bytes over the same connection. Works everywhere, one copy on either host.
     "transfer"    `jax.experimental.transfer`: the producer offers the arrays under the unit's id,
                   the consumer pulls them to its device.
+    "permute"     `jax.lax.ppermute` over the two devices of the link, under `jax.distributed`: NCCL
+                  on CUDA, Gloo on CPUs, any number of processes. Either device waits in its queue
+                  of programs until the other one has come to the exchange.
     "device_put"  `jax.device_put` to a device of the other process, under `jax.distributed`. On
                   CUDA this is NCCL; keep it and collectives of one process on one thread. Only
                   for runs of two processes: JAX numbers the transfers of a process, whoever the
@@ -16,7 +19,8 @@ Ids make the order explicit: request << 32 | step << 8 | stage. The header is se
 were offered, so a pull never waits for an offer; a unit is acknowledged when its arrays are ready
 on the consumer's device, and the producer offers at most `depth` units that are not acknowledged,
 so nothing is offered that is not pulled. A peer that dies closes the connection (or stops answering
-keep-alive probes, within half a minute): the other side raises HandoffError.
+keep-alive probes, within half a minute), one that hangs is noticed after the timeout of the link:
+the other side raises HandoffError.
 """
 
 import collections
@@ -31,7 +35,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import transfer
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 _LENGTH = struct.Struct("!Q")
 _STEPS, _STAGES, _REQUESTS = 1 << 24, 1 << 8, 1 << 31
@@ -148,6 +153,57 @@ class TransferPayload:
         return self._connections[address].pull(uid, placed)
 
 
+class PermutePayload:
+    """A collective permute from `source` to `target`, of which one belongs to this process.
+
+    Both processes run the same program, which exists once per list of shapes. The links of a chain
+    cannot block each other: the producer enters an exchange whatever its own producer does.
+    """
+
+    def __init__(self, source: jax.Device, target: jax.Device) -> None:
+        local = source.process_index == jax.process_index()
+        self._here = source if local else target
+        mesh = Mesh(np.asarray([source, target]), ("link",))
+        self._sharding = NamedSharding(mesh, P("link"))
+        self._permute = jax.jit(
+            jax.shard_map(
+                lambda arrays: [jax.lax.ppermute(x, "link", [(0, 1)]) for x in arrays],
+                mesh=mesh,
+                in_specs=P("link"),
+                out_specs=P("link"),
+            )
+        )
+
+    def offer(self, link: socket.socket, uid: int, arrays: list[jax.Array]) -> dict[str, Any]:
+        if any(array.ndim == 0 for array in arrays):
+            raise ValueError("an array without dimensions cannot be permuted: expected at least 1")
+        return {}
+
+    def push(self, link: socket.socket, arrays: list[jax.Array]) -> None:
+        self._exchange(arrays)
+
+    def take(
+        self,
+        link: socket.socket,
+        uid: int,
+        header: dict[str, Any],
+        specs: list[jax.ShapeDtypeStruct],
+        device: jax.Device,
+    ) -> list[jax.Array]:
+        zeros = [jnp.zeros(spec.shape, spec.dtype, device=self._here) for spec in specs]
+        return jax.device_put(self._exchange(zeros), device)
+
+    def _exchange(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """What this end gets for `arrays`: the source zeros, the target those of the source."""
+        whole = [
+            jax.make_array_from_single_device_arrays(
+                (2 * array.shape[0], *array.shape[1:]), self._sharding, [array]
+            )
+            for array in jax.device_put(arrays, self._here)
+        ]
+        return [array.addressable_data(0) for array in self._permute(whole)]
+
+
 @dataclasses.dataclass(frozen=True)
 class DevicePutPayload:
     """`jax.device_put` from `source` to `target`, of which one belongs to another process.
@@ -162,7 +218,7 @@ class DevicePutPayload:
         if jax.process_count() > 2:
             raise ValueError(
                 f"hand-off by device_put in a run of {jax.process_count()} processes: expected at "
-                "most 2; use TransferPayload or SocketPayload"
+                "most 2; use PermutePayload, TransferPayload or SocketPayload"
             )
 
     def offer(self, link: socket.socket, uid: int, arrays: list[jax.Array]) -> dict[str, Any]:
@@ -192,9 +248,17 @@ class DevicePutPayload:
 class _End:
     """What both ends of a link share."""
 
-    def __init__(self, link: socket.socket, payload: Payload, request: int, stage: int) -> None:
+    def __init__(
+        self,
+        link: socket.socket,
+        payload: Payload,
+        request: int,
+        stage: int,
+        timeout_s: float | None,
+    ) -> None:
         self._link, self._payload = link, payload
-        self._request, self._stage = request, stage
+        self._request, self._stage, self._timeout_s = request, stage, timeout_s
+        link.settimeout(timeout_s)
         host, port = link.getpeername()[:2]
         self._peer = f"{host}:{port}"
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -216,9 +280,12 @@ class _End:
         self.close()
 
     def _failed(self, what: str, step: int, error: Exception) -> HandoffError:
+        told = f"{type(error).__name__}: {error}"
+        if isinstance(error, TimeoutError):
+            told = f"the peer lives, and nothing came from it within {self._timeout_s} s"
         return HandoffError(
             f"{what} unit {step} of request {self._request}, stage {self._stage}, peer "
-            f"{self._peer}: {type(error).__name__}: {error}"
+            f"{self._peer}: {told}"
         )
 
 
@@ -233,9 +300,13 @@ class Sender(_End):
         stage: int,
         request: int = 0,
         depth: int = 1,
+        timeout_s: float | None = None,
     ) -> None:
-        """stage is the receiving stage. Usually made by `connect`."""
-        super().__init__(link, payload, request, stage)
+        """stage is the receiving stage. Usually made by `connect`.
+
+        timeout_s  longest wait for an acknowledgement; None waits as long as the peer lives
+        """
+        super().__init__(link, payload, request, stage, timeout_s)
         self._depth = depth
         self._open: collections.deque[tuple[int, int, list[jax.Array]]] = collections.deque()
 
@@ -292,9 +363,13 @@ class Receiver(_End):
         *,
         stage: int,
         request: int = 0,
+        timeout_s: float | None = None,
     ) -> None:
-        """stage is this stage. Usually made by `Listener.accept`."""
-        super().__init__(link, payload, request, stage)
+        """stage is this stage. Usually made by `Listener.accept`.
+
+        timeout_s  longest wait for a unit; None waits as long as the peer lives
+        """
+        super().__init__(link, payload, request, stage, timeout_s)
         self._device = device
 
     def receive(self, step: int) -> Any:
@@ -336,8 +411,12 @@ class Listener:
         stage: int,
         request: int = 0,
         timeout_s: float | None = 60.0,
+        unit_timeout_s: float | None = None,
     ) -> Receiver:
-        """The receiving end of the first connection; raises HandoffError if none comes in time."""
+        """The receiving end of the first connection; raises HandoffError if none comes in time.
+
+        unit_timeout_s  see `Receiver`
+        """
         self._socket.settimeout(timeout_s)
         try:
             link, _ = self._socket.accept()
@@ -347,8 +426,9 @@ class Listener:
             ) from error
         finally:
             self._socket.close()
-        link.settimeout(None)
-        return Receiver(link, payload, device, stage=stage, request=request)
+        return Receiver(
+            link, payload, device, stage=stage, request=request, timeout_s=unit_timeout_s
+        )
 
     def close(self) -> None:
         """Stops listening."""
@@ -363,15 +443,20 @@ def connect(
     request: int = 0,
     depth: int = 1,
     timeout_s: float = 60.0,
+    unit_timeout_s: float | None = None,
 ) -> Sender:
-    """The sending end to a `Listener`; raises HandoffError if it cannot be reached."""
+    """The sending end to a `Listener`; raises HandoffError if it cannot be reached.
+
+    unit_timeout_s  see `Sender`
+    """
     host, _, port = address.rpartition(":")
     try:
         link = socket.create_connection((host, int(port)), timeout_s)
     except OSError as error:
         raise HandoffError(f"stage {stage} cannot be reached at {address}: {error}") from error
-    link.settimeout(None)
-    return Sender(link, payload, stage=stage, request=request, depth=depth)
+    return Sender(
+        link, payload, stage=stage, request=request, depth=depth, timeout_s=unit_timeout_s
+    )
 
 
 def _describe(tree: Any, arrays: list[jax.Array]) -> Any:

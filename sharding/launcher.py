@@ -41,8 +41,10 @@ from typing import Any, Self
 EXIT_KILLED, EXIT_SILENT, EXIT_LOST = 16, 17, 18
 
 _RANK, _WORLD, _LOCAL_RANK = "SHARDING_RANK", "SHARDING_WORLD", "SHARDING_LOCAL_RANK"
+_LOCAL_WORLD = "SHARDING_LOCAL_WORLD"
 _COORDINATOR, _HOST = "SHARDING_COORDINATOR", "SHARDING_HOST"
 _HEARTBEAT, _TIMEOUT = "SHARDING_HEARTBEAT_S", "SHARDING_TIMEOUT_S"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 0.1
 # A process that loses its peer fails a moment later, often with an error of its own. Failures of
 # this span are collected, and the one that explains the others is reported.
@@ -94,13 +96,15 @@ class _Lines:
 class Worker:
     """This process as one of a run; made by `join`.
 
-    rank, world, local_rank   position among all processes, their number, position on this host
+    rank, world               position among all processes, and their number
+    local_rank, local_world   the same on this host
     host                      address under which the other processes reach this host
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.rank, self.world = int(environ[_RANK]), int(environ[_WORLD])
-        self.local_rank, self.host = int(environ[_LOCAL_RANK]), environ[_HOST]
+        self.local_rank, self.local_world = int(environ[_LOCAL_RANK]), int(environ[_LOCAL_WORLD])
+        self.host = environ[_HOST]
         self._heartbeat_s = float(environ[_HEARTBEAT])
         self._lines = _Lines(_dial(environ[_COORDINATOR], float(environ[_TIMEOUT])))
         self._changed = threading.Condition()
@@ -191,15 +195,44 @@ def initialize_jax(worker: Worker) -> None:
 
     Also lets the CPU backend copy arrays to devices of other processes.
     """
+    # Every process compiles its own programs: tuning them together would wait for the others.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_gpu_shard_autotuning" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
     import jax
 
     # Its handler would swallow SIGTERM, with which the launcher stops processes.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.config.update("jax_cross_host_transfer_socket_address", f"{worker.host}:{_free_port()}")
-    jax.config.update("jax_cross_host_transport_addresses", f"{worker.host}:0")
+    if jax.config.jax_platforms == "cpu":
+        # Other backends copy to other processes without it.
+        address = f"{worker.host}:{_free_port()}"
+        jax.config.update("jax_cross_host_transfer_socket_address", address)
+        jax.config.update("jax_cross_host_transport_addresses", f"{worker.host}:0")
     if worker.rank == 0:
         worker.set("jax coordinator", f"{worker.host}:{_free_port()}")
     jax.distributed.initialize(worker.get("jax coordinator"), worker.world, worker.rank)
+
+
+def launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process was started by a launcher."""
+    return _COORDINATOR in (os.environ if environ is None else environ)
+
+
+def visible_gpus(environ: Mapping[str, str], local_rank: int, count: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a process that has `count` GPUs of its host for itself.
+
+    They are taken in order from those that the launcher may see; raises LaunchError when these are
+    too few.
+    """
+    first, stop = local_rank * count, (local_rank + 1) * count
+    given = environ.get(_VISIBLE)
+    ids = [str(i) for i in range(stop)] if given is None else given.split(",")
+    if len(ids) < stop:
+        raise LaunchError(
+            f"{_VISIBLE} is {given!r}, expected at least {stop} GPUs for {local_rank + 1} "
+            f"processes with {count} each"
+        )
+    return ",".join(ids[first:stop])
 
 
 def _free_port() -> int:
@@ -228,7 +261,10 @@ def _dial(address: str, timeout_s: float) -> socket.socket:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Settings of a launcher; `host_index` 0 is the coordinator."""
+    """Settings of a launcher; `host_index` 0 is the coordinator.
+
+    gpus_per_process  CUDA devices that each process sees, all different; 0 leaves them alone
+    """
 
     command: tuple[str, ...]
     processes: int
@@ -239,6 +275,7 @@ class Options:
     timeout_s: float = 20.0
     join_timeout_s: float = 300.0
     grace_s: float = 5.0
+    gpus_per_process: int = 0
 
 
 class _Child:
@@ -353,11 +390,14 @@ class Launcher:
                 _RANK: str(rank),
                 _WORLD: str(options.hosts * options.processes),
                 _LOCAL_RANK: str(local),
+                _LOCAL_WORLD: str(options.processes),
                 _COORDINATOR: address,
                 _HOST: host,
                 _HEARTBEAT: str(options.heartbeat_s),
                 _TIMEOUT: str(options.timeout_s),
             }
+            if options.gpus_per_process:
+                environ[_VISIBLE] = visible_gpus(os.environ, local, options.gpus_per_process)
             self.children.append(_Child(rank, options.command, environ))
 
     def _done(self) -> bool:
@@ -580,6 +620,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout_s", type=float, default=20.0, help="silence that is a failure")
     parser.add_argument("--join_timeout_s", type=float, default=300.0, help="time to start")
     parser.add_argument("--grace_s", type=float, default=5.0, help="between SIGTERM and SIGKILL")
+    parser.add_argument(
+        "--gpus_per_process", type=int, default=0, help="CUDA devices of its own for each process"
+    )
     values = parser.parse_args(argv[:cut])
     options = Options(command=tuple(argv[cut + 1 :]), **vars(values))
     if not options.command:
@@ -588,6 +631,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--processes and --hosts have to be at least 1")
     if not 0 <= options.host_index < options.hosts:
         parser.error(f"--host_index is {options.host_index}, expected 0..{options.hosts - 1}")
+    if options.gpus_per_process:
+        try:
+            visible_gpus(os.environ, options.processes - 1, options.gpus_per_process)
+        except LaunchError as error:
+            parser.error(str(error))
     if options.hosts > 1 and ":" not in options.coordinator:
         parser.error("--hosts needs --coordinator=HOST:PORT, the same for all hosts")
     try:

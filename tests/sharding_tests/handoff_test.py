@@ -144,6 +144,19 @@ class LinkTest(parameterized.TestCase):
             with self.assertRaisesRegex(HandoffError, "waiting for unit 0"):
                 sender.flush()
 
+    def test_a_peer_that_hangs_is_noticed_after_the_timeout(self):
+        listener = Listener()
+        sender = connect(listener.address, SocketPayload(), stage=1, unit_timeout_s=0.05)
+        receiver = listener.accept(SocketPayload(), jax.devices()[1], stage=1, unit_timeout_s=0.05)
+        with sender, receiver:
+            with self.assertRaisesRegex(
+                HandoffError, "receiving unit 0 .* nothing came from it within 0.05 s"
+            ):
+                receiver.receive(0)
+            sender.send(0, 1)
+            with self.assertRaisesRegex(HandoffError, "waiting for unit 0 .* within 0.05 s"):
+                sender.flush()
+
     def test_close_releases_a_waiting_thread(self):
         with link() as (_, receiver):
 

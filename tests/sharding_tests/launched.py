@@ -26,6 +26,9 @@ def plain(job: str, argument: str) -> None:
         say("alone")
         return
     with join() as worker:
+        if job == "gpus":
+            say(os.environ["CUDA_VISIBLE_DEVICES"])
+            return
         if job == "values":
             worker.set(f"from {worker.rank}", str(worker.rank * 10))
             values = [worker.get(f"from {rank}", 20.0) for rank in range(worker.world)]
@@ -79,6 +82,8 @@ def pipeline(worker: Worker, kinds: list[str], die_at: int) -> None:
             return handoff.SocketPayload()
         if kind == "transfer":
             return transfers
+        if kind == "permute":
+            return handoff.PermutePayload(devices[source], devices[source + 1])
         return handoff.DevicePutPayload(devices[source], devices[source + 1])
 
     transfers = handoff.TransferPayload(device, worker.host)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 from absl.testing import absltest, parameterized
@@ -120,6 +121,22 @@ class OneHostTest(parameterized.TestCase):
             self.assertEqual(result.returncode, 2)
             self.assertIn(message, result.stderr)
 
+    @parameterized.parameters((None, ["0,1", "2,3"]), ("7,5,3,1", ["3,1", "7,5"]))
+    def test_each_process_sees_its_own_gpus(self, visible, wanted):
+        environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        with mock.patch.dict(os.environ, environ):
+            if visible is None:
+                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            code, out, err = finish(start(2, "gpus", flags=["--gpus_per_process=2"]))
+        self.assertEqual((code, err), (0, ""))
+        self.assertEqual(sorted(out.splitlines()), wanted)
+
+    def test_more_gpus_than_there_are_is_a_mistake_of_the_user(self):
+        with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "4"}):
+            code, _, err = finish(start(2, "gpus", flags=["--gpus_per_process=1"]))
+        self.assertEqual(code, 2)
+        self.assertIn("CUDA_VISIBLE_DEVICES is '4', expected at least 2 GPUs", err)
+
     def test_a_command_that_does_not_exist(self):
         self.assertEqual(launcher.main(["--processes=2", "--", "/no/such/command"]), 2)
 
@@ -203,11 +220,11 @@ class PipelineTest(parameterized.TestCase):
         return {sha for _, sha, _ in found}
 
     def test_two_processes_give_the_bits_of_one(self):
-        self.assertLen(self.shas(2, ["socket", "transfer", "device_put"]), 1)
+        self.assertLen(self.shas(2, ["socket", "transfer", "permute", "device_put"]), 1)
 
     @pytest.mark.slow
     def test_four_processes_give_the_bits_of_one(self):
-        self.assertLen(self.shas(4, ["socket", "transfer"]), 1)
+        self.assertLen(self.shas(4, ["socket", "transfer", "permute"]), 1)
 
     def test_a_killed_stage_of_two_is_named(self):
         self.check_killed(2)
