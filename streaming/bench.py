@@ -572,7 +572,7 @@ class Bench:
             runs = [self.run(streamer, steps, 1) for _ in range(repeats)]
             walls = [wall for _, wall in runs]
             middle, ledger = statistics.median(walls), runs[-1][0]
-            found = {
+            found: dict[str, Any] = {
                 "runs_wall_s": walls,
                 "gb_per_s": ledger.total_bytes / middle / 1e9,
                 "spread": (max(walls) - min(walls)) / middle,
