@@ -32,8 +32,9 @@ and let programs return small outputs such as `done` (indexing an array outside 
 
 Modules: slab (layout), store (host memory), numa, pinned (page-locking), disk (readers and the
 ring), window (arithmetic), residency (which items stay), link (host to device), uploader and
-streamer (the machine), owners (two devices), notes (messages from programs), trace and ledger
-(what happened), testing (doubles), bench (measurements on a GPU).
+streamer (the machine), peers and tiers (several paths at once), owners (two devices), notes
+(messages from programs), trace and ledger (what happened), testing (doubles), bench (measurements
+on a GPU).
 """
 
 from streaming.disk import DiskRing, FileRange, open_reader
@@ -49,6 +50,7 @@ from streaming.ledger import Ledger, Prediction
 from streaming.notes import Note, Notes, Usage, item_counts, prefer_routed
 from streaming.numa import device_node, read_topology
 from streaming.owners import ColdFirst, Readiness
+from streaming.peers import PEER_TIER, RELAY_TIER, PeerLink, PeerStore
 from streaming.pinned import CudaDriver, PinError, Pinner
 from streaming.residency import (
     Residency,
@@ -61,12 +63,15 @@ from streaming.residency import (
 from streaming.slab import Component, Slab, SlabLayout
 from streaming.store import HostStore
 from streaming.streamer import Step, Streamer
+from streaming.tiers import Tiers
 from streaming.trace import write_timeline
 
 # `ds4jax` checks this marker at import: other distributions install packages of the same name.
 OWNER = "ds4jax"
 
 __all__ = [
+    "PEER_TIER",
+    "RELAY_TIER",
     "BudgetError",
     "ColdFirst",
     "Component",
@@ -78,6 +83,8 @@ __all__ = [
     "LedgerError",
     "Note",
     "Notes",
+    "PeerLink",
+    "PeerStore",
     "PinError",
     "Pinner",
     "Prediction",
@@ -91,6 +98,7 @@ __all__ = [
     "StreamError",
     "StreamStalled",
     "Streamer",
+    "Tiers",
     "Usage",
     "device_node",
     "even",

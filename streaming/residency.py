@@ -21,17 +21,22 @@ PROFILE_SCHEMA = "streaming.profile/1"
 
 @dataclasses.dataclass(frozen=True)
 class Residency:
-    """Resident items of each layer, ascending; all others are streamed."""
+    """Resident items of each layer, ascending; all others are streamed.
+
+    elsewhere  items of each layer that another owner keeps: neither resident nor streamed
+    """
 
     items: int
     resident: tuple[tuple[int, ...], ...]
+    elsewhere: tuple[tuple[int, ...], ...] = ()
 
     @functools.cached_property
     def streamed(self) -> tuple[tuple[int, ...], ...]:
         """Streamed items of each layer, ascending."""
+        others = self.elsewhere or ((),) * len(self.resident)
         return tuple(
-            tuple(item for item in range(self.items) if item not in chosen)
-            for chosen in map(frozenset, self.resident)
+            tuple(item for item in range(self.items) if item not in kept)
+            for kept in (frozenset(a + b) for a, b in zip(self.resident, others, strict=True))
         )
 
     @property
@@ -74,14 +79,25 @@ def resident_per_layer(
     return int(Fraction(str(float(fraction))) * items)
 
 
-def even(layers: int, items: int, per_layer: int, counts: np.ndarray | None = None) -> Residency:
+def even(
+    layers: int,
+    items: int,
+    per_layer: int,
+    counts: np.ndarray | None = None,
+    *,
+    elsewhere: int = 0,
+) -> Residency:
     """`per_layer` residents in every layer: those with the largest counts, ties to the lower id.
 
+    elsewhere  items of every layer for another owner: those with the smallest counts
     counts  integers [layers, items], for example how often each item was used; None takes the
             lowest ids. Uneven sets would leave layers whose copies nothing hides.
     """
-    if not 0 <= per_layer <= items:
-        raise ValueError(f"{per_layer} residents per layer, expected 0..{items}")
+    if not 0 <= elsewhere <= items or not 0 <= per_layer <= items - elsewhere:
+        raise ValueError(
+            f"{per_layer} residents per layer and {elsewhere} items elsewhere, expected at least 0 "
+            f"and {items} together at most"
+        )
     if counts is None:
         counts = np.zeros((layers, items), np.int64)
     counts = np.asarray(counts)
@@ -89,8 +105,13 @@ def even(layers: int, items: int, per_layer: int, counts: np.ndarray | None = No
         raise ValueError(
             f"counts are {counts.dtype}{list(counts.shape)}, expected integers {[layers, items]}"
         )
-    order = np.argsort(-counts.astype(np.int64), axis=1, kind="stable")[:, :per_layer]
-    return Residency(items, tuple(tuple(sorted(row.tolist())) for row in order))
+    order = np.argsort(-counts.astype(np.int64), axis=1, kind="stable")
+
+    def chosen(columns: np.ndarray) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted(row.tolist())) for row in columns)
+
+    others = chosen(order[:, items - elsewhere :]) if elsewhere else ()
+    return Residency(items, chosen(order[:, :per_layer]), others)
 
 
 def save_profile(path: str | os.PathLike[str], counts: np.ndarray) -> None:

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,10 +28,13 @@ Fill = Callable[[int, int, str, np.ndarray], None]
 
 
 class HostPiece(NamedTuple):
-    """Consecutive rows of a slab, as host arrays [n, *shape] in component order."""
+    """Consecutive rows of a slab, as arrays [n, *shape] in component order.
+
+    They are host arrays, or those of another device where items come from there.
+    """
 
     row: int
-    arrays: tuple[np.ndarray, ...]
+    arrays: tuple[Any, ...]
 
 
 def allocate(nbytes: int) -> np.ndarray:

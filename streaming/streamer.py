@@ -15,6 +15,7 @@ from streaming.errors import BudgetError
 from streaming.ledger import Ledger, Prediction, SystemCounters
 from streaming.link import DeviceLink, Link
 from streaming.monitor import Monitor
+from streaming.peers import PeerStore
 from streaming.slab import Slab, SlabLayout
 from streaming.store import HostStore
 from streaming.trace import Trace
@@ -68,6 +69,7 @@ class Streamer:
     window         units that are copied ahead; default 1, with a ring 2. A unit is a layer's
                    share, or a wave of it where the budget holds no more
     budget_bytes   device memory for slabs; None for no limit
+    tier           what the ledger calls the items of the store
     timeout_s      no call waits longer than this without progress
 
     One thread calls `start`, then for every step in order `issue_ahead`, `take` and `computed`,
@@ -81,10 +83,11 @@ class Streamer:
         items: Sequence[Sequence[int]],
         device: jax.Device | None = None,
         *,
-        store: HostStore | None = None,
+        store: HostStore | PeerStore | None = None,
         ring: DiskRing | None = None,
         window: int | None = None,
         budget_bytes: int | None = None,
+        tier: str = "ram",
         timeout_s: float = 60.0,
         clock: Callable[[], float] = time.perf_counter,
         link: Link | None = None,
@@ -92,6 +95,7 @@ class Streamer:
         if len(items) != layout.layers:
             raise ValueError(f"items name {len(items)} layers, expected {layout.layers}")
         self.layout, self.store, self.ring = layout, store, ring
+        self._store_tier = tier
         self.window = (RAM_WINDOW if ring is None else DISK_WINDOW) if window is None else window
         if self.window < 0:
             raise ValueError(f"window is {window}, expected at least 0")
@@ -311,7 +315,7 @@ class Streamer:
         return self.store is not None and self.store.holds(layer)
 
     def _tier(self, layer: int) -> str:
-        return "disk" if self.items[layer] and not self._in_ram(layer) else "ram"
+        return "disk" if self.items[layer] and not self._in_ram(layer) else self._store_tier
 
     def _share(self, layer: int, items: Sequence[int]) -> tuple[int, ...]:
         chosen = self.layout.check_items(layer, items)

@@ -19,6 +19,7 @@ from streaming.disk import DiskRing, Request
 from streaming.errors import StreamError
 from streaming.link import Link, split_piece
 from streaming.monitor import Monitor
+from streaming.peers import PeerStore
 from streaming.slab import Slab, SlabLayout
 from streaming.store import HostPiece, HostStore
 from streaming.trace import Span, Trace
@@ -76,7 +77,7 @@ class Uploader:
         self,
         layout: SlabLayout,
         link: Link,
-        store: HostStore | None,
+        store: HostStore | PeerStore | None,
         ring: DiskRing | None,
         *,
         window: int,
