@@ -188,6 +188,7 @@ class Problem:
     link_latency_ns     added to every hand-off.
     expert_bytes        bytes of one expert as it is stored and moved.
     ring_slots          slabs in flight (a window of W layers ahead needs W + 2).
+    ring_least          experts that a slab has room for at least.
     ring_units          experts per slab that a stage may choose from; WHOLE_LAYER or any value
                         above the number of experts means the streamed share of a whole layer.
     upload_overhead_ns  added per slab uploaded; it is what makes small slabs cost something.
@@ -203,6 +204,7 @@ class Problem:
     link_bytes_per_s: tuple[tuple[int, ...], ...]
     link_latency_ns: int = 0
     ring_slots: int = 3
+    ring_least: int = 1
     ring_units: tuple[int, ...] = (WHOLE_LAYER,)
     upload_overhead_ns: int = 0
     layer_residents: int | None = None
@@ -215,7 +217,13 @@ class Problem:
         for name in ("layers", "devices", "schedules", "ring_units", "hosts"):
             if not getattr(self, name):
                 raise PlanError(f"Problem.{name} is empty, expected at least one row")
-        _check(self, 1, expert_bytes=self.expert_bytes, ring_slots=self.ring_slots)
+        _check(
+            self,
+            1,
+            expert_bytes=self.expert_bytes,
+            ring_slots=self.ring_slots,
+            ring_least=self.ring_least,
+        )
         _check(
             self,
             0,

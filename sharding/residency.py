@@ -21,9 +21,9 @@ class RangeTable:
         R + slots * min(unit, E - R // layers) <= room
 
     in experts: the ring holds `slots` slabs, and a slab holds at most `unit` experts and at most
-    the streamed share of a layer. R is spread evenly over the layers of the range, the first
-    R % layers have one more. With `Problem.layer_residents`, or `residents` for the range, R is
-    given instead of found.
+    the streamed share of a layer (but at least `Problem.ring_least`). R is spread evenly over the
+    layers of the range, the first R % layers have one more. With `Problem.layer_residents`, or
+    `residents` for the range, R is given instead of found.
 
     A layer computes when its experts are there, and the next layer's arrive meanwhile: the first
     slab of a pass hides behind nothing, and nothing is left to move beside the last layer.
@@ -33,8 +33,8 @@ class RangeTable:
     the slowest path as fast as possible, then reads as little host memory as possible.
 
     feasible         whether the range fits.
-    local_ns         max(fill_ns + compute_ns, stream_ns + tail_ns): a pass without hand-off. fill_ns
-                     is the first slab's time, tail_ns that of the last layer if it streams.
+    local_ns         max(fill_ns + compute_ns, stream_ns + tail_ns): a pass without hand-off.
+                     fill_ns is the first slab's time, tail_ns that of the last layer if it streams.
     host_experts, peer_experts, relayed    experts moved per pass, by path.
     own_host_bytes, peer_host_bytes        read per pass from the two hosts.
     memory           component -> bytes on the device; peer_memory: on the peer.
@@ -81,7 +81,8 @@ class RangeTable:
         room = (row.memory_bytes - fixed) // problem.expert_bytes
         if residents is None and problem.layer_residents is None:
             self._place(problem, layers, room)
-            least = np.minimum(layers * problem.experts, problem.ring_slots * unit)
+            ring = problem.ring_slots * max(unit, problem.ring_least)
+            least = np.minimum(layers * problem.experts, ring)
         else:
             given = layers * (problem.layer_residents or 0)
             if residents is not None:
@@ -113,6 +114,7 @@ class RangeTable:
         q = (room - slots * count) // np.where(wide, layers - slots, 1)
         shrunk = q * layers + np.minimum(layers - 1, room - q * layers - slots * (count - q))
         some = np.where(wide & (q > count - unit), shrunk, full)
+        some = np.minimum(some, room - slots * problem.ring_least)
         self.feasible = (room >= 0) & (fits | (some >= 0))
         self.residents = np.where(fits, everything, np.maximum(some, 0))
         self._hold_slabs(problem, layers, fits)
@@ -127,7 +129,8 @@ class RangeTable:
 
     def _hold_slabs(self, problem: Problem, layers: np.ndarray, everything: np.ndarray) -> None:
         share = self.residents // np.maximum(layers, 1)
-        self.slab = np.where(everything, 0, np.minimum(self.unit, problem.experts - share))
+        slab = np.minimum(self.unit, problem.experts - share)
+        self.slab = np.where(everything, 0, np.maximum(slab, problem.ring_least))
         self.ring = problem.ring_slots * self.slab
 
     def _stream(

@@ -56,13 +56,15 @@ def residency_by_scan(problem, schedule, stage, unit):
     everything = sum(problem.layers[i].experts for i in with_experts)
     if problem.layer_residents is not None:
         residents = len(with_experts) * problem.layer_residents
-        slab = min(unit, problem.experts - problem.layer_residents) if with_experts else 0
+        streamed = problem.experts - problem.layer_residents if with_experts else 0
+        slab = max(min(unit, streamed), problem.ring_least) if streamed else 0
         fits = residents + problem.ring_slots * slab <= room
         return (residents, slab, with_experts) if fits else None
     if everything <= room:
         return everything, 0, with_experts
     for residents in range(everything - 1, -1, -1):
         slab = min(unit, problem.experts - residents // len(with_experts))
+        slab = max(slab, problem.ring_least)
         if residents + problem.ring_slots * slab <= room:
             return residents, slab, with_experts
     return None
@@ -267,6 +269,7 @@ def random_problem(seed, *, limited=None, peers=None):
         link_bytes_per_s=links,
         link_latency_ns=rng.choice([0, 3]),
         ring_slots=rng.randint(1, 3),
+        ring_least=rng.choice([1, 1, 2]),
         ring_units=rng.choice([(WHOLE_LAYER,), (WHOLE_LAYER, 1), (2,), (3, 2, 1)]),
         upload_overhead_ns=rng.choice([0, 1, 4]),
         layer_residents=None
