@@ -185,6 +185,27 @@ class Runner:
         """The end of a layer; consumes `streams`."""
         return _finish(self._finish_parts[layer], streams, routing, slots, self.numerics)
 
+    def lower(
+        self,
+        layer: int,
+        *,
+        streams: jax.Array,
+        state: LayerState,
+        chunk: Chunk,
+        routing: Routing,
+        slabs: LayerSlabs,
+        slots: jax.Array,
+    ) -> dict[str, jax.stages.Lowered]:
+        """The programs of a layer's parts for arguments of these shapes; runs nothing."""
+        attend, finish = self._attend_parts[layer], self._finish_parts[layer]
+        limit, rounded = self.config.swiglu_limit, self.numerics.q1
+        return {
+            "attend": _attend.lower(attend, streams, state, chunk, self.numerics),
+            "route": _route.lower(self._route_parts[layer], streams, chunk, self.numerics),
+            "experts": _experts.lower(routing, *slabs, None, limit, rounded),
+            "finish": _finish.lower(finish, streams, routing, slots, self.numerics),
+        }
+
     def tick(self, array: jax.Array) -> jax.Array:
         """One element of `array`: ready when the array is, and not donated to anything."""
         return _tick(array)

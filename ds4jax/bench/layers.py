@@ -5,8 +5,8 @@ python -m ds4jax.bench.layers --out_dir=DIR [--model=configs/models/flash.json]
 
 A layer is attend, route, experts, finish: the programs that a run dispatches, with all experts of
 the layer on the device. The floor of a part is the larger of its arithmetic and its bytes (weights,
-inputs and outputs once) at the rates below. `--trace` adds the time of every kernel of the layers,
-from the profiler. The folder gets layers.json; the table goes to stderr.
+inputs and outputs once) at the rates of an H200. `--trace` adds the time of every kernel of the
+layers, from the profiler. The folder gets layers.json; the table goes to stderr.
 """
 
 import collections
@@ -32,79 +32,13 @@ from ds4jax.cache import Chunk, LayerState, empty_state, make_chunk
 from ds4jax.checkpoint import load as loading
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.cli import common
-from ds4jax.config import LayerKind, ModelConfig
+from ds4jax.config import ModelConfig, Numerics
+from ds4jax.costs import PARTS, work
 from ds4jax.flags import config_from_flags, define_config_flags
 from ds4jax.moe import LayerSlabs
 from ds4jax.runner import COMPILED, Runner
 
 SCHEMA = "ds4jax.bench.layers/1"
-# Measured on an H200: a large bfloat16 product of random data, a device-to-device copy (read plus
-# written). Float32 products run on the plain units; their rate is the data sheet's.
-MATRIX_FLOPS_PER_S = 788e12
-FLOAT32_FLOPS_PER_S = 67e12
-BYTES_PER_S = 4.3e12
-PARTS = ("attend", "route", "experts", "finish")
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What a part has to do at least: operations by unit, and bytes of device memory."""
-
-    matrix_flops: float
-    float32_flops: float
-    nbytes: float
-
-    @property
-    def floor_s(self) -> float:
-        """Seconds of the unit that has the most to do."""
-        return max(
-            self.matrix_flops / MATRIX_FLOPS_PER_S + self.float32_flops / FLOAT32_FLOPS_PER_S,
-            self.nbytes / BYTES_PER_S,
-        )
-
-
-def work(config: ModelConfig, layer: int, tokens: int, position: int) -> dict[str, Work]:
-    """The work of each part for `tokens` tokens from `position` on, bfloat16 activations."""
-    c, hidden, heads, head = config, config.hidden_size, config.num_attention_heads, config.head_dim
-    ratio, overlapped = c.layer_ratios[layer], c.kind(layer) is LayerKind.CSA
-    streams = tokens * c.hc_mult * hidden * 2
-    rows = tokens * hidden * 2
-    ends = position + np.arange(1, tokens + 1, dtype=np.float64)
-    pairs = np.minimum(ends, c.sliding_window).sum()
-    weights = hidden * c.q_lora_rank + c.q_lora_rank * heads * head + hidden * head
-    weights += c.o_lora_rank * heads * head + hidden * c.o_groups * c.o_lora_rank
-    attention, weight_bytes, read = 0.0, float(weights), 0.0
-    if ratio:
-        seen = np.floor(ends / ratio)
-        width = (2 if overlapped else 1) * head
-        # The compressors' matrices are stored in bfloat16.
-        plain = 2 * hidden * width
-        if overlapped:
-            pairs += np.minimum(seen, c.index_topk).sum()
-            attention += 2.0 * c.index_n_heads * c.index_head_dim * seen.sum()
-            plain += hidden * (4 * c.index_head_dim + c.index_n_heads)
-            weights += c.q_lora_rank * c.index_n_heads * c.index_head_dim
-            weight_bytes += c.q_lora_rank * c.index_n_heads * c.index_head_dim
-            read += seen[-1] * c.index_head_dim * 2
-        else:
-            pairs += seen.sum()
-        weights += plain
-        weight_bytes += 2 * plain
-        read += seen[-1] * head * 2
-    attention += 4.0 * heads * head * pairs
-    maps = c.hc_mult * (2 + c.hc_mult)
-    site = 2.0 * tokens * c.hc_mult * hidden * maps
-    ffn, routed = c.moe_intermediate_size, c.num_experts_per_tok
-    expert = 3 * hidden * ffn
-    slots = tokens * routed * hidden * 2
-    # FP4 codes, and a scale byte for 32 of them.
-    slab = c.n_routed_experts * expert * (1 / 2 + 1 / 32)
-    return {
-        "attend": Work(2.0 * tokens * weights + attention, site, 2 * streams + weight_bytes + read),
-        "route": Work(0.0, site + 2.0 * tokens * hidden * c.n_routed_experts, streams + rows),
-        "experts": Work(2.0 * tokens * routed * expert, 0.0, slab + rows + slots),
-        "finish": Work(2.0 * tokens * expert, 0.0, 2 * streams + rows + slots + expert),
-    }
 
 
 @dataclasses.dataclass
@@ -153,6 +87,10 @@ class Bench:
                 "compile_s": compile_s,
                 "peak_rise_bytes": self._peak() - before,
             }
+        lowered = runner.lower(layer, **held, chunk=chunk, slabs=self.slabs[layer])
+        for name, program in lowered.items():
+            memory = program.compile().memory_analysis()
+            found[name]["temp_bytes"] = memory.temp_size_in_bytes if memory else None
         ids = np.asarray(held["routing"].ids)
         found["distinct"] = len(set(ids[ids >= 0].tolist()))
         found["finite"] = bool(jnp.isfinite(held["slots"]).all())
@@ -251,7 +189,7 @@ def _bench(argv: Sequence[str]) -> int:
     model = one_of_each(ModelConfig.from_json(given["model"]))
     tokens, numerics = given["tokens"], config.numerics.resolve()
     device = jax.local_devices()[0]
-    bench = _load(model, numerics, device)
+    bench = load(model, numerics, device)
     record: dict[str, Any] = {
         "schema": SCHEMA,
         "manifest": manifest.manifest(config, f"synthetic:{given['model']}", device),
@@ -259,7 +197,7 @@ def _bench(argv: Sequence[str]) -> int:
         "workspace_estimate_bytes": admission.workspace_bytes(model, numerics, tokens),
         "rows": [],
     }
-    for row in _rows(bench, tokens, positions, given["repeats"]):
+    for row in measure(bench, tokens, positions, given["repeats"]):
         if given["trace"]:
             row["kernels"] = _traced(bench)
         record["rows"].append(row)
@@ -269,7 +207,8 @@ def _bench(argv: Sequence[str]) -> int:
     return common.OK
 
 
-def _load(model: ModelConfig, numerics: Any, device: jax.Device) -> Bench:
+def load(model: ModelConfig, numerics: Numerics, device: jax.Device) -> Bench:
+    """The layers of `model` with random weights, all experts on `device`."""
     source = SyntheticSource(model, 0, mtp=False)
     began = time.perf_counter()
     transformer = loading.load_resident(source, device=device)
@@ -284,9 +223,10 @@ def _load(model: ModelConfig, numerics: Any, device: jax.Device) -> Bench:
     return Bench(model, Runner(transformer, numerics), slabs, device)
 
 
-def _rows(
+def measure(
     bench: Bench, tokens: int, positions: Sequence[int], repeats: int
 ) -> Iterator[dict[str, Any]]:
+    """A row for every layer and position: seconds and work of its parts, chunks of `tokens`."""
     ids = manifest.synthetic_ids(tokens, bench.config.vocab_size)
     for position in positions:
         capacity = max(8192, position + tokens)
@@ -298,7 +238,8 @@ def _rows(
             floors = work(bench.config, layer, tokens, position)
             for name in PARTS:
                 parts[name]["floor_s"] = floors[name].floor_s
-                parts[name].update(dataclasses.asdict(floors[name]))
+                each = dataclasses.asdict(floors[name])
+                parts[name].update({key: float(value) for key, value in each.items()})
             yield {
                 "kind": bench.config.kind(layer).value,
                 "position": position,

@@ -1,22 +1,29 @@
 """Measures this machine for plans: links, copies, products, memory nodes, disk.
 
-python -m ds4jax.cli.probe --out=machine.json [--disk=DIR]
+python -m ds4jax.cli.probe --out=machine.json [--disk=DIR] [--model=configs/models/NAME.json]
 
-The file is read by plans and runs. What cannot be measured here is listed in it with the reason.
+The file is read by plans and runs (config.machine.file). With a model, the parts of one layer of
+each kind are timed as well, with random weights: plans then price compute and workspace by them.
+What cannot be measured here is listed in it with the reason.
 The last line on stdout is JSON. Exit code 2: a flag is wrong, or the file cannot be written.
 """
 
 import contextlib
+import dataclasses
 import pathlib
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from absl import flags
 
-from ds4jax import report
+from ds4jax import costs, report
+from ds4jax.bench import layers
+from ds4jax.bench.prefill import whole_numbers
 from ds4jax.cli import common
+from ds4jax.config import PRESETS, ModelConfig
 from sharding import probe
 from streaming.pinned import CudaDriver, PinError
 
@@ -35,22 +42,68 @@ def _probe(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_string("out", None, "Machine file to write.", flag_values=values)
     flags.DEFINE_string("disk", None, "Folder of the disk to measure.", flag_values=values)
+    flags.DEFINE_string(
+        "model",
+        None,
+        "Model config whose layers are timed on the first device.",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "layer_tokens", ["1024", "8192"], "Rows of the chunks of --model.", flag_values=values
+    )
+    flags.DEFINE_list(
+        "layer_positions", ["0", "24576"], "Their first positions.", flag_values=values
+    )
     common.parse_flags(values, argv, __doc__ or "")
     out = pathlib.Path(common.require_flag(values, "out"))
     if not out.parent.is_dir():
         raise report.OutputError(f"--out is {out}: the folder {out.parent} does not exist")
     if (disk := values["disk"].value) is not None and not pathlib.Path(disk).is_dir():
         raise common.UsageError(f"--disk is {disk!r}, expected an existing folder")
+    model = values["model"].value
+    config = None if model is None else ModelConfig.from_json(model)
+    tokens = whole_numbers("layer_tokens", values["layer_tokens"].value)
+    positions = whole_numbers("layer_positions", values["layer_positions"].value, least=0)
     register, addresses = _cuda()
     measured = probe.probe(
         register=register, pci_addresses=addresses, disk_folder=disk, say=common.say
     )
+    if config is not None:
+        measured["layers"] = _layers(config, measured["devices"][0], tokens, positions)
     report.write_json(out, measured)
     for row in measured["not_measured"]:
         common.say(f"not measured: {row['what']}: {row['why']}")
     keys = ("platform", "devices", "links", "disk", "not_measured")
     common.print_result({"out": str(out)} | {key: measured.get(key) for key in keys})
     return common.OK
+
+
+def _layers(
+    config: ModelConfig, device: Mapping[str, Any], tokens: Sequence[int], positions: Sequence[int]
+) -> dict[str, Any]:
+    """Times of one layer of each kind on the first device, as `costs.LayerTable` takes them."""
+    numerics = PRESETS["official"]
+    bench = layers.load(layers.one_of_each(config), numerics, jax.local_devices()[0])
+    rows = []
+    for count in tokens:
+        for row in layers.measure(bench, count, positions, repeats=5):
+            common.say(layers.table(row))
+            rows.append(row)
+    products = device["matmul_flops_per_s"]
+    rates = costs.Rates(
+        products.get("bfloat16", costs.H200.matrix_flops_per_s),
+        products.get("float32", costs.H200.float32_flops_per_s),
+        device.get("memory_bytes_per_s", costs.H200.bytes_per_s),
+    )
+    record = {
+        "device": device["kind"],
+        "numerics": str(numerics),
+        "rates": dataclasses.asdict(rates),
+        "widths": costs.widths(config),
+        "rows": rows,
+    }
+    costs.LayerTable(record)  # what cannot be read is not written
+    return record
 
 
 def _cuda() -> tuple[probe.Register | None, list[str] | None]:
