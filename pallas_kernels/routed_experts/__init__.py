@@ -44,8 +44,9 @@ def expert_slots(
               this call keep their content; without `slots` that is NaN, and 0 where the id is -1.
               So an expert that no call served shows as NaN.
 
-    With g = x @ w1^T and u = x @ w3^T in float32, a slot is
-    round(round(silu(min(g, limit)) * clip(u, -limit, limit) * weight) @ w2^T), rounding to x.dtype.
+    With g = round(x @ w1^T) and u = round(x @ w3^T), a slot is
+    round(round(silu(min(g, limit)) * clip(u, -limit, limit) * weight) @ w2^T), rounding to x.dtype
+    and computing in float32, as the published inference code does.
     The bits of a slot depend on its token's x, its weight, the expert's weights, T and the
     implementation; not on other rows, nor on how experts are divided over slabs and calls.
 

@@ -292,6 +292,9 @@ def _gate_up_kernel(
         channel = _pair_channel(channel) if weight.paired else channel
         weight_rows = channel + lax.div(lane, tiling.out) * width
         both = _product(weight, expert, weight_rows, x_ref, token, hidden)
+        # Triton keeps a cast and its inverse, XLA under the interpreter would drop the pair.
+        rounded = codecs.round_to if weight.interpret else lax.convert_element_type
+        both = rounded(both, h_ref.dtype).astype(jnp.float32)
         gate, up = lax.split(both, (tiling.out, tiling.out), axis=0)
         gate = jnp.minimum(gate, limit)
         up = jnp.clip(up, -limit, limit)

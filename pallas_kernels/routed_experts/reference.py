@@ -68,7 +68,8 @@ def _decode(slabs: tuple[ExpertSlab, ...], expert: jax.Array) -> tuple[jax.Array
 
 def _expert(x, weight, gate_up, down, limit, quantize_input):
     """One expert on x [rows, D] with routing weights [rows]; the result has x's dtype."""
-    gate, up = jnp.split(_product(x, gate_up), 2, axis=1)
+    products = codecs.round_to(_product(x, gate_up), x.dtype).astype(jnp.float32)
+    gate, up = jnp.split(products, 2, axis=1)
     gate = jnp.minimum(gate, limit)
     up = jnp.clip(up, -limit, limit)
     h = codecs.round_to(jax.nn.silu(gate) * up * weight[:, None], x.dtype)
