@@ -188,6 +188,24 @@ def price_split(problem: Problem, schedule: Schedule, stages: Sequence[StageRang
     return _assemble(problem, schedule, stages, units)
 
 
+def price_stages(problem: Problem, stages: Sequence[StageRange]) -> Plan:
+    """`price_split` with the fastest schedule; ties by bytes, sum of t and position."""
+    found, refusals = [], []
+    for at, schedule in enumerate(problem.schedules):
+        try:
+            plan = price_split(problem, schedule, stages)
+        except PlanError as error:
+            refusals.append(error)
+            continue
+        total = sum(stage.time_ns for stage in plan.stages)
+        found.append((plan.objective_ns, plan.streamed_bytes, total, at, plan))
+    if not found:
+        raise refusals[0]
+    found.sort(key=lambda row: row[:4])
+    runners = tuple(Alternative(row[0], row[4].schedule, tuple(stages)) for row in found[1:])
+    return dataclasses.replace(found[0][4], runners_up=runners)
+
+
 def price_plan(problem: Problem, schedule: Schedule, plan: Plan) -> Plan:
     """What another schedule takes with the stages, residents and slabs of a plan."""
     return _assemble(

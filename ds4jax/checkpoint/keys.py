@@ -451,25 +451,51 @@ def expert_format(source: TensorSource, layer: int | str = 0) -> ExpertFormat:
     return EXPERT_FORMATS[dtype]
 
 
+@dataclasses.dataclass(frozen=True)
+class ResidentBytes:
+    """Bytes of `load.load_resident` by layer, of the embedding, and of the final norm and head."""
+
+    layers: tuple[int, ...]
+    embed: int
+    head: int
+
+
+def resident_parts(
+    config: ModelConfig, infos: Mapping[str, TensorInfo] | None = None
+) -> ResidentBytes:
+    """Bytes of the arrays of `load.load_resident`: the main model without routed experts.
+
+    infos  the header of a checkpoint; the published storage formats without it
+    """
+    layers, embed, head = [0] * config.num_hidden_layers, 0, 0
+    for name, spec in resident_tensors(config).items():
+        info = stored_info(spec, spec.dtype) if infos is None else infos[name]
+        scales = scale_info(spec, info.dtype)
+        nbytes = math.prod(info.shape) * loaded_dtype(spec, info).itemsize
+        nbytes += 0 if scales is None else scales.nbytes
+        if name.startswith("layers."):
+            layers[layer_of(name, config)] += nbytes
+        elif name.startswith("embed."):
+            embed += nbytes
+        else:
+            head += nbytes
+    return ResidentBytes(tuple(layers), embed, head)
+
+
 def resident_bytes(
     config: ModelConfig,
     infos: Mapping[str, TensorInfo] | None = None,
     layers: range | None = None,
 ) -> int:
-    """Bytes of the arrays of `load.load_resident`: the main model without routed experts.
+    """`resident_parts` together.
 
-    infos   the header of a checkpoint; the published storage formats without it
     layers  only these, with the embedding if the first and the head if the last is among them
     """
-    total = 0
-    for name, spec in resident_tensors(config).items():
-        if layers is not None and layer_of(name, config) not in layers:
-            continue
-        info = stored_info(spec, spec.dtype) if infos is None else infos[name]
-        total += math.prod(info.shape) * loaded_dtype(spec, info).itemsize
-        scales = scale_info(spec, info.dtype)
-        total += 0 if scales is None else scales.nbytes
-    return total
+    parts = resident_parts(config, infos)
+    chosen = range(config.num_hidden_layers) if layers is None else layers
+    total = sum(parts.layers[layer] for layer in chosen)
+    total += parts.embed if 0 in chosen else 0
+    return total + (parts.head if config.num_hidden_layers - 1 in chosen else 0)
 
 
 def layer_of(name: str, config: ModelConfig) -> int:
