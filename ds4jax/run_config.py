@@ -179,6 +179,19 @@ class MemoryConfig(_Section):
 
 
 @dataclasses.dataclass(frozen=True)
+class MachineConfig(_Section):
+    """What is known of the machine."""
+
+    prefix = "config.machine"
+
+    file: str | None = _key(
+        None,
+        "Machine file that python -m ds4jax.cli.probe wrote: its rates decide plans and their "
+        "predictions. Default: those of an H200.",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class StreamingConfig(_Section):
     """Where routed experts are kept, and how the others come to the device. Never changes bits."""
 
@@ -256,14 +269,31 @@ class PipelineConfig(_Section):
 
     split: str | None = _key(
         None,
-        "Layers of each stage, for example 22,21; they add up to the layers of the model. Default: "
-        "all layers on one device.",
+        "Layers of each stage, for example 22,21; they add up to the layers of the model. auto = "
+        "what is predicted to be fastest. Default: all layers on one device.",
     )
     devices: str | None = _key(
         None,
         "Device of each stage by its index among JAX's local devices, for example 0,1; stages may "
         "share a device. Default: one device after the other.",
     )
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the planner splits the layers."""
+        return self.split == "auto"
+
+    def candidates(self, devices: int) -> list[int]:
+        """The devices that an automatic split may use; raises ConfigError for others."""
+        if self.devices is None:
+            return list(range(devices))
+        indices = _integers("config.pipeline.devices", self.devices)
+        if len(set(indices)) < len(indices) or any(not 0 <= each < devices for each in indices):
+            raise ConfigError(
+                f"config.pipeline.devices is {self.devices} with config.pipeline.split auto, "
+                f"expected different indices from 0 to {devices - 1}"
+            )
+        return indices
 
     def stages(self, layers: int) -> list[range]:
         """The layers of each stage; raises ConfigError unless they are a split of `layers`."""
@@ -308,6 +338,7 @@ class RunConfig:
     numerics: NumericsConfig = dataclasses.field(default_factory=NumericsConfig)
     prefill: PrefillConfig = dataclasses.field(default_factory=PrefillConfig)
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
+    machine: MachineConfig = dataclasses.field(default_factory=MachineConfig)
     streaming: StreamingConfig = dataclasses.field(default_factory=StreamingConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     prompt: PromptConfig = dataclasses.field(default_factory=PromptConfig)
