@@ -22,6 +22,8 @@ from ds4jax.experts import ExpertPool, absent_experts
 from ds4jax.moe import Routing
 from ds4jax.runner import Runner
 
+NOTE_TIMEOUT_S = 60.0  # for a router's note, beyond which a device is taken to hang
+
 
 class MissingExpertError(RuntimeError):
     """A routed expert was not among those of its step: the output would hold NaN."""
@@ -78,8 +80,8 @@ def run(
     runner: Runner,
     pool: ExpertPool,
     steps: Sequence[streaming.Step],
+    notes: streaming.Notes,
     *,
-    notes: str = "fetch",
     on_layer: Callable[[int], None] = lambda layer: None,
     paused: Callable[[], bool] = lambda: False,
 ) -> PassReport:
@@ -87,19 +89,20 @@ def run(
 
     runner, pool  of the same layers; layers of steps and of the report count from their first one
 
-    notes     how the counts of experts come to the host: "fetch" or "callback"
+    notes     of the device; brings the counts of experts to the host, and the ids where a step
+              moves only those that its router asks for
     on_layer  called after a layer has been dispatched
     paused    asked after every layer; when true the pass ends early and `batch` can be run on
     Raises MissingExpertError when a routed expert was in no slab of its step.
     """
     usage = streaming.Usage(len(runner.layers), runner.config.n_routed_experts)
-    sent = streaming.Notes(runner.config.n_routed_experts, by_callback=notes == "callback")
+    notes.begin(pool.device)
     with _StepClock() as clock:
         pool.start(steps)
         try:
             visited = 0
             for number, step in enumerate(steps):
-                _visit(batch, runner, pool, number, step, sent, clock)
+                _visit(batch, runner, pool, number, step, notes, clock)
                 visited += 1
                 batch.layer = step.layer + 1
                 on_layer(step.layer)
@@ -107,7 +110,7 @@ def run(
                     break
             # The clock has seen every router; what follows the last one is still running.
             jax.block_until_ready([work.streams for work in batch.works])
-            distinct = _settle(pool, steps[:visited], sent, usage, len(batch.works))
+            distinct = _settle(pool, steps[:visited], notes, usage, len(batch.works))
             ledger = pool.finish(distinct) if visited == len(steps) else pool.abort()
         except BaseException:
             pool.abort()
@@ -142,7 +145,8 @@ def _visit(
         states = batch.states[work.sequence]
         work.streams, states[layer] = runner.attend(place, work.streams, states[layer], work.chunk)
         routing = runner.route(place, work.streams, work.chunk)
-        notes.send(number * len(works) + index, layer, routing.ids)
+        note = number * len(works) + index
+        notes.send(note, layer, routing.ids, as_ids=step.mode == "routed")
         clock.reached(routing.ids)
         return routing
 
@@ -169,7 +173,9 @@ def _visit(
         return
     routings = [begin(index) for index in range(len(works))]
     if step.mode == "routed":
-        pool.routed(number, np.concatenate([np.asarray(routing.ids) for routing in routings]))
+        numbers = range(number * len(works), (number + 1) * len(works))
+        asked = [notes.wait(one, NOTE_TIMEOUT_S).values for one in numbers]
+        pool.routed(number, np.concatenate(asked))
     # The residents' share is dispatched before the slabs are: it hides what is still on its way.
     held = [runner.experts(routing, resident, None) if resident else None for routing in routings]
     for wave in range(pool.waves(number)):
@@ -198,7 +204,7 @@ def _settle(
 ) -> list[int]:
     """Adds the notes up; returns the distinct experts of each step."""
     counts = np.zeros((len(steps), usage.counts.shape[1]), np.int64)
-    for note in notes.drain():
+    for note in notes.drain(NOTE_TIMEOUT_S):
         usage.add(note)
         counts[note.step // works] += note.counts(counts.shape[1])
     for number, step in enumerate(steps):

@@ -51,6 +51,9 @@ class Stage:
         self.options = options
         self.states: dict[int, list[LayerState]] = {}
         self._tables = runner.expert_tables()
+        self._notes = streaming.Notes(
+            runner.config.n_routed_experts, by_callback=options.notes == "callback"
+        )
 
     @property
     def layers(self) -> range:
@@ -96,7 +99,7 @@ class Stage:
                 self.runner,
                 self.pool,
                 self._steps(batch.layer, tokens),
-                notes=self.options.notes,
+                self._notes,
                 on_layer=lambda layer: on_layer(self.layers[layer]),
                 paused=paused,
             )

@@ -490,13 +490,13 @@ class Bench:
             ("callback_counts", False, True),
             ("callback_ids", True, True),
         ):
-            notes = Notes(self.scale.items, ids=sends_ids, by_callback=by_callback)
+            notes = Notes(self.scale.items, by_callback=by_callback)
             times: dict[str, list[float]] = {"idle": [], "behind": []}
             for number in range(2 * self.scale.repeats + 2):
                 behind = number % 2
                 output = program(self.x, self.w, empty) if behind else ids
                 began = time.perf_counter()
-                notes.send(number, 0, ids)
+                notes.send(number, 0, ids, as_ids=sends_ids)
                 called = time.perf_counter() - began
                 notes.wait(number, 60)
                 jax.block_until_ready(output)

@@ -46,41 +46,52 @@ def item_counts(ids: jax.Array, items: int) -> jax.Array:
 
 
 class Notes:
-    """Collects notes of one device by step.
+    """Collects notes of one device by step; keep it for all runs, its program is compiled once.
 
     items   number of items of a layer
-    ids     send the ids as they are instead of counts: what a routed step needs
     by_callback  see the module; both ways give the same notes
     """
 
-    def __init__(self, items: int, *, ids: bool = False, by_callback: bool = False):
-        self._items, self._ids, self.by_callback = items, ids, by_callback
+    def __init__(self, items: int, *, by_callback: bool = False):
+        self._items, self.by_callback = items, by_callback
         # What arrives: the number of the message and its values, both perhaps arrays.
         self._arrived: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-        self._sent: dict[int, tuple[int, int]] = {}
+        self._sent: dict[int, tuple[int, int, bool]] = {}
         self._count = 0
         self._kept: dict[int, Note] = {}
         self._lock = threading.Lock()
-        self._send = jax.jit(self._program)
+        self._send = jax.jit(self._program, static_argnums=2)
         self._number: jax.Array | None = None
 
-    def send(self, step: int, layer: int, ids: jax.Array) -> None:
+    def begin(self, device: jax.Device) -> None:
+        """Starts a run: notes of an earlier one are forgotten, also those that are still to come.
+
+        Call it before copies are issued, which a number for the device would wait behind.
+        """
+        with self._lock:
+            self._sent.clear()
+            self._kept.clear()
+        if self.by_callback:
+            # Numbers go on, so that a late message of an earlier run is told from one of this.
+            self._number = jax.device_put(np.int32(self._count), device)
+
+    def send(self, step: int, layer: int, ids: jax.Array, *, as_ids: bool = False) -> None:
         """Sends a note about the router's output, i32 of any shape, -1 for none.
 
+        as_ids  sends the ids as they are instead of counts: what a routed step needs
         The message is on the host when the router has run, see `wait`.
         """
         number, self._count = self._count, self._count + 1
         with self._lock:
-            self._sent[number] = (step, layer)
+            self._sent[number] = (step, layer, not as_ids)
         if not self.by_callback:
-            values = ids if self._ids else _counts(ids, self._items)
+            values = ids if as_ids else _counts(ids, self._items)
             values.copy_to_host_async()
             self._arrived.put((number, values))
             return
         if self._number is None:
-            with jax.default_device(next(iter(ids.devices()))):
-                self._number = jnp.zeros((), jnp.int32)
-        self._number = self._send(self._number, ids)
+            self._number = jax.device_put(np.int32(number), next(iter(ids.devices())))
+        self._number = self._send(self._number, ids, as_ids)
 
     def wait(self, step: int, timeout_s: float) -> Note:
         """The note of a step; TimeoutError when it has not come in time."""
@@ -88,34 +99,27 @@ class Notes:
         while True:
             with self._lock:
                 if step in self._kept:
-                    return self._kept.pop(step)
-            try:
-                self._keep(self._arrived.get(timeout=max(deadline - time.monotonic(), 0)))
-            except queue.Empty:
-                raise TimeoutError(
-                    f"no note of step {step} within {timeout_s:g} s; notes at hand: "
-                    f"{sorted(self._kept)}"
-                ) from None
+                    return self._kept[step]
+            self._keep_next(deadline, f"no note of step {step} within {timeout_s:g} s")
 
-    def drain(self) -> Iterator[Note]:
-        """All notes that have come and that nobody waited for, by step."""
-        while True:
-            try:
-                self._keep(self._arrived.get_nowait())
-            except queue.Empty:
-                break
+    def drain(self, timeout_s: float) -> Iterator[Note]:
+        """All notes of the run by step, and forgets them; waits for those still to come."""
+        deadline = time.monotonic() + timeout_s
+        while self._sent:
+            missing = sorted({step for step, _, _ in self._sent.values()})
+            self._keep_next(deadline, f"no notes of steps {missing} within {timeout_s:g} s")
         with self._lock:
             kept = sorted(self._kept.values(), key=lambda note: note.step)
             self._kept.clear()
         yield from kept
 
-    def _program(self, number: jax.Array, ids: jax.Array) -> jax.Array:
+    def _program(self, number: jax.Array, ids: jax.Array, as_ids: bool) -> jax.Array:
         """Calls back with the number of the message; returns the next number.
 
         The number stays on the device: as a host scalar it would be one more copy, in line behind
         the slabs. Callbacks that JAX orders would be so within one thread only.
         """
-        values = ids if self._ids else item_counts(ids, self._items)
+        values = ids if as_ids else item_counts(ids, self._items)
 
         def put(number: Any, values: Any) -> None:
             # Nothing else: waiting for something, or using JAX, could block the device's thread.
@@ -124,11 +128,17 @@ class Notes:
         io_callback(put, None, number, values, ordered=False)
         return number + jnp.int32(1)
 
-    def _keep(self, message: tuple[Any, Any]) -> None:
-        number, values = message
+    def _keep_next(self, deadline: float, late: str) -> None:
+        """Takes a message in; TimeoutError beginning with `late` when none comes in time."""
+        try:
+            number, values = self._arrived.get(timeout=max(deadline - time.monotonic(), 0))
+        except queue.Empty:
+            raise TimeoutError(f"{late}; notes at hand: {sorted(self._kept)}") from None
+        number = int(number)
         with self._lock:
-            step, layer = self._sent.pop(int(number))
-            self._kept[step] = Note(step, layer, np.asarray(values), not self._ids)
+            if number in self._sent:  # not one of an earlier run
+                step, layer, counted = self._sent.pop(number)
+                self._kept[step] = Note(step, layer, np.asarray(values), counted)
 
 
 _counts = jax.jit(item_counts, static_argnums=1)

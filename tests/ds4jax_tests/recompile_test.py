@@ -52,3 +52,24 @@ def test_second_prompt_of_another_length_compiles_nothing(chunk, shapes):
         engine.generate(prompt(5), 3)
         assert measured() == (0, 0.0)
         assert cached_programs() - before == PROGRAMS * shapes
+
+
+@pytest.mark.parametrize("mode", ["whole", "routed"])
+@pytest.mark.parametrize("notes", ["fetch", "callback"])
+def test_passes_share_the_programs_of_their_notes(notes, mode):
+    config = {
+        "prefill.chunk_tokens": 40,
+        "streaming.resident_fraction": 0.5,
+        "streaming.order": "chunk_major",
+        "streaming.mode": mode,
+        "streaming.notes": notes,
+    }
+    with ds4jax.load(SyntheticSource(testing.tiny_config(), seed=0), config) as engine:
+        first = engine.prefill(prompt(100))
+        assert len(first.report.passes) == 3
+        # The first pass of a size compiles; where the router decides what moves, which pieces a
+        # slab is put together from differs by pass.
+        assert engine.prefill(prompt(100)).report.compiled[0] == 0
+        assert engine._stages[0]._notes._send._cache_size() == (notes == "callback") * (
+            1 + (mode == "routed")
+        )

@@ -141,7 +141,7 @@ def forward(residency, mode, *, window, tier, locate, budget_items=None, order="
             ids = [router(chunks[chunk], layers[layer]) for chunk in members]
             if mode == "routed":
                 if notes is not None:
-                    notes.send(step, layer, jnp.concatenate(ids))
+                    notes.send(step, layer, jnp.concatenate(ids), as_ids=True)
                     asked = notes.wait(step, 30).values
                 else:
                     asked = np.concatenate([np.asarray(each) for each in ids])
@@ -206,7 +206,7 @@ def test_result_does_not_depend_on_where_items_come_from(
 
 @pytest.mark.parametrize("by_callback", [False, True])
 def test_routed_steps_fed_by_notes(by_callback, reference):
-    notes = Notes(ITEMS, ids=True, by_callback=by_callback)
+    notes = Notes(ITEMS, by_callback=by_callback)
     residency = even(LAYERS, ITEMS, 3)
     got = forward(residency, "routed", window=1, tier="ram", locate=None, notes=notes)
     assert got == reference
@@ -278,18 +278,17 @@ def test_output_that_was_donated_is_named():
 @pytest.mark.parametrize("by_callback", [False, True])
 @pytest.mark.parametrize("ids", [False, True])
 def test_notes_arrive_with_their_step_in_any_order(by_callback, ids):
-    notes = Notes(ITEMS, ids=ids, by_callback=by_callback)
+    notes = Notes(ITEMS, by_callback=by_callback)
     usage = Usage(2, ITEMS)
     sent = {}
     for step in range(6):
         values = np.random.default_rng(step).integers(-1, ITEMS, (5, TOP)).astype(np.int32)
         sent[step] = values
-        notes.send(step, step % 2, jax.device_put(values, jax.devices()[1]))
+        notes.send(step, step % 2, jax.device_put(values, jax.devices()[1]), as_ids=ids)
     late = notes.wait(4, 30)
     assert (late.step, late.layer) == (4, 0)
     found = {late.step: late}
-    jax.effects_barrier()
-    found |= {note.step: note for note in notes.drain()}
+    found |= {note.step: note for note in notes.drain(30)}
     assert sorted(found) == list(range(6))
     expected = np.zeros((2, ITEMS), np.int64)
     for step, note in found.items():
@@ -300,6 +299,34 @@ def test_notes_arrive_with_their_step_in_any_order(by_callback, ids):
     assert len(usage.distinct[0]) == 3
     with pytest.raises(TimeoutError, match="no note of step 9 within 0 s"):
         notes.wait(9, 0)
+
+
+@pytest.mark.parametrize("by_callback", [False, True])
+def test_notes_of_a_run_that_was_given_up_never_reach_the_next_one(by_callback):
+    notes, device = Notes(ITEMS, by_callback=by_callback), jax.devices()[1]
+    for run in range(3):
+        notes.begin(device)
+        for step in range(4):
+            ids = jax.device_put(np.full((2, TOP), run, np.int32), device)
+            notes.send(step, 0, ids)
+        if run < 2:  # given up with some notes taken and others on their way
+            notes.wait(1, 30)
+            continue
+        found = list(notes.drain(30))
+    assert [note.step for note in found] == [0, 1, 2, 3]
+    for note in found:
+        assert note.counts(ITEMS)[run] == 2 * TOP
+    if by_callback:  # one program for all runs
+        assert notes._send._cache_size() == 1
+
+
+def test_note_that_does_not_come_is_named():
+    notes = Notes(ITEMS, by_callback=True)
+    notes.begin(jax.devices()[1])
+    notes._send = lambda number, ids, as_ids: number
+    notes.send(3, 0, jax.device_put(np.zeros((2, TOP), np.int32), jax.devices()[1]))
+    with pytest.raises(TimeoutError, match=r"no notes of steps \[3\] within 0 s"):
+        next(notes.drain(0))
 
 
 def test_counts_ignore_what_is_no_item():
