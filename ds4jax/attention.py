@@ -18,7 +18,7 @@ from ds4jax.layers import (
     Linear,
     RMSNorm,
     apply_rope,
-    rms_norm,
+    head_norm,
     rope_frequencies,
     rope_table,
 )
@@ -184,14 +184,13 @@ class Attention(nnx.Module):
         """The latent [T, Rq], which the indexer shares, and the rotated queries [T, H, K].
 
         Every head is normalised over all its channels, without a weight and before the rotation.
-        The mean is taken in float32 with one rounding of the result.
         """
         with jax.named_scope("queries"):
             latent = self.q_norm(self.wq_a(inputs, numerics))
             heads = self.wq_b(latent, numerics).reshape(
                 inputs.shape[0], self.config.num_attention_heads, self.config.head_dim
             )
-            heads = rms_norm(heads, None, self.config.rms_norm_eps)
+            heads = head_norm(heads, self.config.rms_norm_eps)
             return latent, apply_rope(heads, table)
 
     def quantise_kv(self, kv: jax.Array, numerics: Numerics) -> jax.Array:

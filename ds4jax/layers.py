@@ -12,18 +12,35 @@ from ds4jax.quant import QTensor
 from pallas_kernels import block_linear, codecs
 
 
-def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis: float32 inside, one rounding.
 
     x       [..., C] bfloat16 or float32; the result has its dtype.
-    weight  [C] bfloat16 or float32, used in float32; None multiplies by nothing.
+    weight  [C] bfloat16 or float32, used in float32.
     """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    if weight is not None:
-        factor = weight.astype(jnp.float32)
-        wide = wide * factor.reshape((1,) * (wide.ndim - 1) + factor.shape)
+    factor = weight.astype(jnp.float32)
+    wide = wide * factor.reshape((1,) * (wide.ndim - 1) + factor.shape)
     return codecs.round_to(wide, x.dtype)
+
+
+def head_norm(x: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) over the last axis, in the arithmetic of x.dtype.
+
+    The published code normalises query heads without leaving the dtype of the activations: square,
+    mean, sum with eps, inverse root and product are rounded one by one. In bfloat16 that moves the
+    output of a layer by 1 to 3 % against one rounding at the end.
+
+    x  [..., C] bfloat16 or float32; the result has its dtype.
+    """
+
+    def rounded(value: jax.Array) -> jax.Array:
+        return codecs.round_to(value, x.dtype).astype(jnp.float32)
+
+    wide = x.astype(jnp.float32)
+    mean = rounded(jnp.mean(rounded(wide * wide), axis=-1, keepdims=True))
+    return codecs.round_to(wide * rounded(jax.lax.rsqrt(rounded(mean + eps))), x.dtype)
 
 
 @nnx.dataclass

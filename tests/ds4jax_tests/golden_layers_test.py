@@ -55,11 +55,22 @@ def test_bfloat16_with_all_quantisations(single_layers):
     assert trace.streams.dtype == ml_dtypes.bfloat16
     limits = single_layers.limits["out_quant_bf16_bits"]
     distance = single_layers.distances(trace, "out_quant_bf16_bits")
-    # Other legal orders of rounding differ by 0.010 to 0.025 in the median, a layer computed in
-    # float32 by 0.023 to 0.060: this bound tells them apart, the stored limit would not.
-    assert np.median(distance, axis=1).max() <= 0.03
+    # A rounding left out shows (0.025 for the norm of query heads), which the stored limit hides.
+    # What remains, 0.006 at the most, is the order in which attention adds its blocks of keys.
+    assert np.median(distance, axis=1).max() <= 0.015
     assert np.median(distance, axis=1).max() <= limits["rel_l2_median_per_layer"]
     assert np.quantile(distance, 0.95, axis=1).max() <= limits["rel_l2_p95_per_layer"]
+
+
+def test_bfloat16_gives_the_bits_of_the_published_code(single_layers):
+    """On most positions of the layers without selection: a rounding left out would spoil them all.
+
+    Others have more than the 64 keys after which the published attention rescales its sums.
+    """
+    layers = [0, 2]
+    trace = single_layers.run(Numerics("bfloat16", SIMULATIONS), layers)
+    distance = single_layers.distances(trace, "out_quant_bf16_bits", layers)
+    assert (distance == 0).mean(axis=1).min() >= 0.7
 
 
 @pytest.mark.gpu1

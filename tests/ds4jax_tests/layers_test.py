@@ -23,14 +23,13 @@ def random(seed, *shape, dtype=np.float32):
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_rms_norm(eps, weighted):
+def test_norms_of_float32(eps):
     x, weight = random(1, 5, 3, 48), random(2, 48)
     wanted = x / np.sqrt(np.mean(x.astype(np.float64) ** 2, axis=-1, keepdims=True) + eps)
-    if weighted:
-        wanted = wanted * weight
-    got = layers.rms_norm(jnp.asarray(x), jnp.asarray(weight) if weighted else None, eps)
+    got = layers.head_norm(jnp.asarray(x), eps)
     np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=1e-7)
+    got = layers.rms_norm(jnp.asarray(x), jnp.asarray(weight), eps)
+    np.testing.assert_allclose(got, wanted * weight, rtol=2e-6, atol=1e-7)
 
 
 def test_rms_norm_of_bfloat16_rounds_once():
@@ -45,6 +44,17 @@ def test_rms_norm_of_bfloat16_rounds_once():
     # One rounding: nearly all values are the nearest bfloat16, the rest were ties in float32.
     assert np.mean(np.asarray(got) == wanted) > 0.999
     np.testing.assert_allclose(np.asarray(got, float), wide, rtol=2.0**-8)
+
+
+def test_head_norm_of_bfloat16_rounds_every_step():
+    x = random(5, 64, 4, 128, dtype=ml_dtypes.bfloat16)
+    got = np.asarray(jax.jit(lambda x: layers.head_norm(x, 1e-6))(jnp.asarray(x)))
+    assert got.dtype == x.dtype
+    square = np.square(x)  # numpy rounds each result to the dtype of its operands
+    mean = np.mean(square.astype(np.float64), axis=-1, keepdims=True).astype(x.dtype)
+    root = np.sqrt((mean + x.dtype.type(1e-6)).astype(np.float64))
+    wanted = x * (1 / root).astype(x.dtype)
+    assert np.mean(got == wanted) > 0.99
 
 
 def test_tables_of_the_released_models():
