@@ -32,7 +32,7 @@ from ds4jax.checkpoint.source import TensorSource
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.plan import Plan, make_plan
-from ds4jax.run_config import RunConfig
+from ds4jax.run_config import RunConfig, SyntheticConfig
 from ds4jax.runner import COMPILED, LogProbs, Runner, tiles
 from ds4jax.stages import Piece, Stage, load_stages, merge_reports
 from ds4jax.text import PromptError
@@ -760,7 +760,7 @@ def load(
     run_config = as_run_config(config)
     if isinstance(checkpoint, TensorSource):
         return _load(checkpoint, run_config, prompt_tokens, device, on_event)
-    with open_source(checkpoint) as source:
+    with open_source(checkpoint, run_config.synthetic) as source:
         return _load(source, run_config, prompt_tokens, device, on_event)
 
 
@@ -814,18 +814,22 @@ def as_run_config(
     return RunConfig.from_toml(config)
 
 
-def open_source(checkpoint: str | PathLike[str]) -> TensorSource:
+def open_source(
+    checkpoint: str | PathLike[str], synthetic: SyntheticConfig | None = None
+) -> TensorSource:
     """The tensors of a checkpoint, by what `--checkpoint` says.
 
     A folder in the published format or one that `convert` wrote; or "synthetic:NAME" for random
-    weights of configs/models/NAME.json, or "synthetic:FILE.json" for those of any model config.
+    weights of configs/models/NAME.json, or "synthetic:FILE.json" for those of any model config;
+    `synthetic` says how these are made.
     """
     spec = str(checkpoint)
     if not spec.startswith(SYNTHETIC):
         return ConvertedSource(spec) if is_converted(spec) else open_checkpoint(spec)
     name = spec.removeprefix(SYNTHETIC)
+    options = dataclasses.asdict(synthetic or SyntheticConfig())
     if name.endswith(".json"):
-        return SyntheticSource(ModelConfig.from_json(name), seed=0)
+        return SyntheticSource(ModelConfig.from_json(name), seed=0, **options)
     folder = Path(__file__).parents[1] / "configs" / "models"
     known = sorted(path.stem for path in folder.glob("*.json"))
     if name not in known:
@@ -833,7 +837,7 @@ def open_source(checkpoint: str | PathLike[str]) -> TensorSource:
             f"--checkpoint: {spec} names no model config, expected synthetic:FILE.json or one of "
             f"{', '.join(SYNTHETIC + name for name in known)}"
         )
-    return SyntheticSource(ModelConfig.from_json(folder / f"{name}.json"), seed=0)
+    return SyntheticSource(ModelConfig.from_json(folder / f"{name}.json"), seed=0, **options)
 
 
 def row_shapes(chunk_tokens: int) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 # Until they are measured: the rate of a PCIe 5.0 x16 link, and the time of a layer on few rows.
 LINK_BYTES_PER_S = 50e9
 LAYER_SECONDS = 2e-3
+MADE_EXPERTS = 64  # synthetic experts that are made at once on their way to the host
 
 _MATRICES = {"gate_up": ("w1", "w3"), "down": ("w2",)}
 
@@ -93,20 +94,33 @@ def tensor_names(layer: int, expert: int, component: str) -> list[str]:
     return [f"{prefix}{matrix}.{part}" for matrix in _MATRICES[field]]
 
 
-def store_filler(
-    source: TensorSource, first_layer: int, device: jax.Device | None = None
-) -> Callable[[int, int, str, np.ndarray], None]:
-    """Reads a component of an expert, as `streaming.HostStore.fill` wants it.
+def layer_maker(
+    maker: synthetic_device.DeviceMaker, first_layer: int, driver: streaming.CudaDriver | None
+) -> Callable[[int, Sequence[int], Sequence[np.ndarray]], None]:
+    """Makes the experts of a layer on a device, as `streaming.HostStore.fill_layers` wants it.
 
-    device  where synthetic experts may be made on their way; JAX's default without it
+    driver  copies straight into the store; None takes JAX's way, through another host array
     """
-    if made := synthetic_device.maker(source, device):
 
-        def fetch(layer: int, item: int, component: str, buffer: np.ndarray) -> None:
-            names = tensor_names(first_layer + layer, item, component)
-            np.copyto(buffer, np.asarray(made.joined(names)))
+    def fill(layer: int, items: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
+        for first in range(0, len(items), MADE_EXPERTS):
+            chosen = items[first : first + MADE_EXPERTS]
+            slab = maker.slab(first_layer + layer, chosen)
+            for (_, made), array in zip(_fields(slab), arrays, strict=True):
+                rows = array[first : first + len(chosen)]
+                if driver is None:
+                    np.copyto(rows, np.asarray(made))
+                else:
+                    jax.block_until_ready(made)
+                    driver.read(rows.ctypes.data, made.unsafe_buffer_pointer(), rows.nbytes)
 
-        return fetch
+    return fill
+
+
+def store_filler(
+    source: TensorSource, first_layer: int
+) -> Callable[[int, int, str, np.ndarray], None]:
+    """Reads a component of an expert, as `streaming.HostStore.fill` wants it."""
 
     def fill(layer: int, item: int, component: str, buffer: np.ndarray) -> None:
         names = tensor_names(first_layer + layer, item, component)
@@ -227,15 +241,22 @@ class ExpertPool:
             self.store = streaming.HostStore(
                 self.layout,
                 streamed,
+                origins=[source.expert_origin(layer) for layer in self.layers],
                 policy=next(policy for policy in POLICIES if policy == numa),
                 device_node=node,
                 pinner=self.pinner,
             )
+
+            def on_layer(layer: int) -> None:
+                self._count(len(streamed[layer]))
+
             try:
-                self.store.fill(
-                    store_filler(source, self.layers.start, self.device),
-                    on_layer=lambda layer: self._count(len(streamed[layer])),
-                )
+                if made := synthetic_device.maker(source, self.device):
+                    self.store.fill_layers(
+                        layer_maker(made, self.layers.start, driver), on_layer=on_layer
+                    )
+                else:
+                    self.store.fill(store_filler(source, self.layers.start), on_layer=on_layer)
             except streaming.StreamError as error:
                 if isinstance(error.__cause__, CheckpointError):
                     raise error.__cause__ from None

@@ -59,7 +59,7 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
     raised and nothing remains.
     """
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(engines.open_source(job.checkpoint))
+        source = stack.enter_context(engines.open_source(job.checkpoint, job.config.synthetic))
         prompts = read_prompts(job.config.prompt, lambda: Tokenizer(job.checkpoint))
         _check_prompts(prompts, source.config, job)
         begun = None

@@ -5,6 +5,7 @@ nothing here changes `config.prefill.chunk_tokens`.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -117,6 +118,7 @@ def make_plan(
         memory.host_bytes,
         item,
         prompt_tokens or _UNKNOWN_PROMPT_TOKENS,
+        [source.expert_origin(layer) for layer in layers],
     )
 
 
@@ -172,6 +174,7 @@ def _with_streaming(
     host: int,
     item: int,
     prompt_tokens: int,
+    origins: Sequence[int],
 ) -> Plan:
     options, experts = config.streaming, model.n_routed_experts
     per_layer, counts = None, None
@@ -204,7 +207,9 @@ def _with_streaming(
             per_layer=per_layer,
             counts=counts,
         )
-        streamed = sum(map(len, residency.streamed)) * item
+        # Layers with the same experts share host memory.
+        kept = set(streaming.store.owners(residency.streamed, origins))
+        streamed = sum(len(residency.streamed[layer]) for layer in kept) * item
         store = streamed if attempt == "ram" else 0
         if attempt == "ram" and store > host and tier == "auto":
             continue

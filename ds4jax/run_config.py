@@ -22,6 +22,7 @@ STREAM_MODES = ("auto", "whole", "routed")
 TIERS = ("auto", "ram", "disk")
 NUMA_POLICIES = ("auto", "bind", "interleave", "off")
 NOTES = ("fetch", "callback")
+ROUTINGS = ("uniform", "zipf")
 EFFORTS = ("none", "high", "max")
 EFFORT_TEXTS = ("original", "0731")
 
@@ -332,6 +333,26 @@ def _integers(key: str, text: str) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
+class SyntheticConfig(_Section):
+    """Weights made up instead of read (checkpoints synthetic:...); other checkpoints ignore it."""
+
+    prefix = "config.synthetic"
+
+    distinct_layers: int | None = _key(
+        None,
+        "How many layers have routed experts of their own: layer l has those of layer l modulo "
+        "this number, and the host keeps them once. Default: all.",
+        minimum=1,
+    )
+    routing: str = _key(
+        "uniform",
+        "Which experts tokens choose: uniform, or zipf = shares of 1 / rank, and prompts of the "
+        "bench with runs of equal tokens.",
+        choices=ROUTINGS,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Everything about a run that is neither the checkpoint nor the machine."""
 
@@ -341,6 +362,7 @@ class RunConfig:
     machine: MachineConfig = dataclasses.field(default_factory=MachineConfig)
     streaming: StreamingConfig = dataclasses.field(default_factory=StreamingConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    synthetic: SyntheticConfig = dataclasses.field(default_factory=SyntheticConfig)
     prompt: PromptConfig = dataclasses.field(default_factory=PromptConfig)
 
     @classmethod

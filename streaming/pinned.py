@@ -66,6 +66,16 @@ class CudaDriver:
         self._enter()
         self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
+    def read(self, address: int, device_address: int, nbytes: int) -> None:
+        """Copies device memory to `address` of the host; returns when it is there."""
+        self._enter()
+        self._call(
+            "cuMemcpyDtoH_v2",
+            ctypes.c_void_p(address),
+            ctypes.c_uint64(device_address),
+            ctypes.c_size_t(nbytes),
+        )
+
     def free_device_bytes(self) -> int:
         self._enter()
         free, total = ctypes.c_size_t(), ctypes.c_size_t()

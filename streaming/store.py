@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 # fill(layer, item, component name, buffer [*shape]) writes the whole buffer; runs on many threads.
 Fill = Callable[[int, int, str, np.ndarray], None]
+# fill(layer, items, arrays [n, *shape] in component order) writes all of them.
+FillLayer = Callable[[int, Sequence[int], Sequence[np.ndarray]], None]
 
 
 class HostPiece(NamedTuple):
@@ -59,11 +61,23 @@ def allocate(nbytes: int) -> np.ndarray:
     return np.frombuffer(region, np.uint8)[:nbytes]
 
 
+def owners(order: Sequence[Sequence[int]], origins: Sequence[int] | None = None) -> tuple[int, ...]:
+    """For each layer the first one whose memory can serve it: same origin, same items in order."""
+    first: dict[tuple[int, tuple[int, ...]], int] = {}
+    origins = range(len(order)) if origins is None else origins
+    return tuple(
+        first.setdefault((origin, tuple(items)), layer)
+        for layer, (origin, items) in enumerate(zip(origins, order, strict=True))
+    )
+
+
 class HostStore:
     """The streamed items of all layers in host memory.
 
     order        items of each layer in store order; () for layers that are not in the store. Give
                  items that are copied together consecutive places (see `residency.split_owners`).
+    origins      for each layer the first one whose items have the same bytes: layers of one origin
+                 and one order share memory. None when all differ
     policy       NUMA placement, see `numa.place`
     device_node  the node that the device is attached to, None if unknown
     Raises MemoryError when the memory is refused, ValueError when placement is impossible.
@@ -74,6 +88,7 @@ class HostStore:
         layout: SlabLayout,
         order: Sequence[Sequence[int]],
         *,
+        origins: Sequence[int] | None = None,
         policy: numa.Policy = "auto",
         topology: numa.Topology | None = None,
         device_node: int | None = None,
@@ -87,7 +102,11 @@ class HostStore:
         self.order = tuple(layout.check_items(layer, items) for layer, items in enumerate(order))
         self._rows = [{item: row for row, item in enumerate(items)} for items in self.order]
         self._pinner = pinner or Pinner(None)
-        sizes = [layout.block_bytes(len(items)) for items in self.order]
+        self._owners = owners(self.order, origins)
+        sizes = [
+            layout.block_bytes(len(items)) if owner == layer else 0
+            for layer, (owner, items) in enumerate(zip(self._owners, self.order, strict=True))
+        ]
         topology = numa.read_topology() if topology is None else topology
         self.nodes = numa.place(sizes, topology, policy, device_node)
         groups: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
@@ -102,6 +121,7 @@ class HostStore:
             for layer in layers:
                 self._blocks[layer] = region[offset : offset + sizes[layer]]
                 offset += sizes[layer]
+        self._blocks = [self._blocks[owner] for owner in self._owners]
         self._views = [
             layout.carve(block, len(items))
             for block, items in zip(self._blocks, self.order, strict=True)
@@ -110,7 +130,11 @@ class HostStore:
     @property
     def nbytes(self) -> int:
         """Host memory held, page padding included."""
-        return sum(block.nbytes for block in self._blocks)
+        return sum(self._blocks[layer].nbytes for layer in self._distinct())
+
+    def _distinct(self) -> list[int]:
+        """The layers that have memory of their own."""
+        return [layer for layer, owner in enumerate(self._owners) if owner == layer]
 
     def holds(self, layer: int) -> bool:
         """Whether the items of a layer come from this store."""
@@ -152,11 +176,7 @@ class HostStore:
                 job.result()
             if stop.is_set():  # a later layer failed; its jobs raise
                 return
-            for view in self._views[layer]:
-                # From here on a copy may read it at any time.
-                view.flags.writeable = False
-            if pin:
-                self._pin(layer)
+            self._filled(layer, pin)
             on_layer(layer)
 
         with concurrent.futures.ThreadPoolExecutor(workers, "stream-fill") as pool:
@@ -164,16 +184,34 @@ class HostStore:
             pending: collections.deque[tuple[int, list[concurrent.futures.Future[None]]]]
             pending = collections.deque()
             for layer, items in enumerate(self.order):
-                jobs = [pool.submit(fill_item, layer, *pair) for pair in enumerate(items)]
+                own = enumerate(items) if self._owners[layer] == layer else ()
+                jobs = [pool.submit(fill_item, layer, *pair) for pair in own]
                 pending.append((layer, jobs))
                 if len(pending) == 2:
                     finish(*pending.popleft())
             while pending:
                 finish(*pending.popleft())
 
+    def fill_layers(
+        self, fill: FillLayer, *, on_layer: Callable[[int], None] = lambda layer: None
+    ) -> None:
+        """Fills the store a layer at a time on this thread and page-locks each finished layer."""
+        for layer, items in enumerate(self.order):
+            if items and self._owners[layer] == layer:
+                fill(layer, items, self._views[layer])
+            self._filled(layer, pin=True)
+            on_layer(layer)
+
+    def _filled(self, layer: int, pin: bool) -> None:
+        for view in self._views[layer]:
+            # From here on a copy may read it at any time.
+            view.flags.writeable = False
+        if pin and self._owners[layer] == layer:
+            self._pin(layer)
+
     def pin(self) -> None:
         """Queues all layers for page-locking; for a store that was filled without."""
-        for layer in range(self.layout.layers):
+        for layer in self._distinct():
             self._pin(layer)
 
     def _pin(self, layer: int) -> None:
@@ -188,9 +226,9 @@ class HostStore:
     def registered_bytes(self) -> int:
         """Page-locked bytes."""
         return sum(
-            block.nbytes
-            for layer, block in enumerate(self._blocks)
-            if block.nbytes and self.is_pinned(layer)
+            self._blocks[layer].nbytes
+            for layer in self._distinct()
+            if self._blocks[layer].nbytes and self.is_pinned(layer)
         )
 
     def arrange(self, layer: int, items: Sequence[int]) -> tuple[int, ...]:

@@ -109,6 +109,10 @@ class TensorSource(abc.ABC):
     def provenance(self, names: Iterable[str]) -> dict[str, list[int]]:
         """Where these tensors come from, as JSON: equal values mean unchanged origins."""
 
+    def expert_origin(self, layer: int) -> int:
+        """The first layer whose routed experts have the bytes of this one's: mostly itself."""
+        return layer
+
     def close(self) -> None:  # noqa: B027  (most sources hold nothing)
         """Releases files. Reading afterwards is an error."""
 

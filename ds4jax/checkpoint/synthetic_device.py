@@ -19,7 +19,6 @@ from ds4jax.checkpoint.synthetic import (
     SyntheticSource,
     hash_words,
     table_strides,
-    tensor_key,
 )
 from pallas_kernels.routed_experts import ExpertSlab
 
@@ -58,6 +57,8 @@ class DeviceMaker:
         info = self.source.info(name)
         if info.dtype == "I64":
             return self._table(name, info)
+        if (small := self.source.computed(name)) is not None:
+            return jax.device_put(small, self.device)
         if dtype.itemsize != info.numpy_dtype.itemsize:
             raise NotImplementedError(
                 f"{name} is stored as {info.dtype}, it is not made as {dtype}"
@@ -96,7 +97,7 @@ class DeviceMaker:
         """Tensors of one kind: [names, *shape]."""
         recipes = [self.source.recipe(name) for name in names]
         return _make(
-            self._put([tensor_key(self.source.seed, name) for name in names]),
+            self._put([self.source.key(name) for name in names]),
             self._put([(recipe.mask, recipe.offset) for recipe in recipes]),
             info.shape,
             dtype,
@@ -105,7 +106,7 @@ class DeviceMaker:
     def _table(self, name: str, info: TensorInfo) -> jax.Array:
         rows, columns = info.shape
         experts = self.source.config.n_routed_experts
-        key = self._put([tensor_key(self.source.seed, name)])
+        key = self._put([self.source.key(name)])
         return _make_table(key, rows, columns, experts, table_strides(experts, columns))
 
     def _put(self, values: Sequence[tuple[Any, Any]]) -> jax.Array:

@@ -73,7 +73,7 @@ def _plan(argv: Sequence[str]) -> int:
         config.memory.device_bytes or admission.device_bytes(device),
         flag_values["host_bytes"].value or admission.host_bytes(),
     )
-    with open_source(checkpoint) as source:
+    with open_source(checkpoint, config.synthetic) as source:
         keys.check_complete(source)
         capacity = capacity_tokens(config, source.config, prompt_tokens)
         item = keys.expert_bytes(source.config, source.infos())

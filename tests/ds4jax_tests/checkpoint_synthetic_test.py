@@ -15,7 +15,7 @@ import pytest
 from ds4jax import cache, testing
 from ds4jax.checkpoint import keys, load, synthetic
 from ds4jax.checkpoint.synthetic import SyntheticSource
-from ds4jax.config import PRESETS, ModelConfig
+from ds4jax.config import PRESETS, ConfigError, ModelConfig
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "models"
 FLASH = ModelConfig.from_json(CONFIGS / "flash.json")
@@ -172,8 +172,8 @@ def test_config_text_says_how_experts_are_stored():
         assert json.loads(text)["expert_dtype"] == experts
 
 
-def test_provenance_names_the_seed():
-    assert SyntheticSource(TINY, 4).provenance(["norm.weight"]) == {"synthetic": [4]}
+def test_provenance_names_the_seed_and_options():
+    assert SyntheticSource(TINY, 4).provenance(["norm.weight"]) == {"synthetic": [4, 5, 0]}
 
 
 @pytest.mark.slow
@@ -202,3 +202,71 @@ def test_activations_stay_near_one_through_43_layers():
     assert max(sizes) < 20, sizes
     logits = np.asarray(transformer.logits(streams))
     assert 0.3 < logits.std() < 5
+
+
+def test_layers_share_experts_and_nothing_else():
+    source = SyntheticSource(TINY, 0, distinct_layers=2)
+    alone = SyntheticSource(TINY, 0)
+    assert [source.expert_origin(layer) for layer in range(5)] == [0, 1, 0, 1, 0]
+    assert [alone.expert_origin(layer) for layer in range(5)] == list(range(5))
+    for name in ("ffn.experts.3.w2.weight", "ffn.experts.3.w1.scale"):
+        first, other, third = (source.read(f"layers.{n}.{name}").tobytes() for n in range(3))
+        assert first == third != other
+        assert first == alone.read(f"layers.0.{name}").tobytes()
+    for name in ("ffn.gate.weight", "ffn.shared_experts.w1.weight"):
+        assert (
+            source.read(f"layers.0.{name}").tobytes() != source.read(f"layers.2.{name}").tobytes()
+        )
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(256, 6), (384, 6), (16, 4)])
+def test_shares_fall_with_the_rank(experts, chosen):
+    shares = synthetic.zipf_shares(experts, chosen)
+    assert shares.sum() == pytest.approx(chosen)
+    free = (shares < 0.98) & (shares > 1e-4)
+    np.testing.assert_allclose(
+        (shares * np.arange(1, experts + 1))[free], shares[free][0] * (1 + np.flatnonzero(free)[0])
+    )
+
+
+def test_biases_make_tokens_choose_by_the_law():
+    """Router inputs as they are in the model: normed, with the norm weights of the source."""
+    config = dataclasses.replace(TINY, hidden_size=1024, n_routed_experts=128)
+    source = SyntheticSource(config, 0, routing="zipf")
+    rng = np.random.default_rng(5)
+    inputs = rng.standard_normal((4000, 1024), np.float32)
+    inputs *= source.read("layers.4.ffn_norm.weight").astype(np.float32)
+    weight = source.read("layers.4.ffn.gate.weight").astype(np.float32)
+    scores = np.sqrt(np.log1p(np.exp(inputs @ weight.T))) + source.read("layers.4.ffn.gate.bias")
+    ids = np.argsort(-scores, axis=1)[:, : config.num_experts_per_tok]
+    found = np.sort(np.bincount(ids.reshape(-1), minlength=128))[::-1] / len(inputs)
+    wanted = synthetic.zipf_shares(128, config.num_experts_per_tok)
+    # The threshold is common to all experts only on average.
+    np.testing.assert_allclose(found[:40], wanted[:40], rtol=0.35)
+    assert found[:4].sum() / found.sum() == pytest.approx(wanted[:4].sum() / wanted.sum(), rel=0.1)
+    other = source.read("layers.3.ffn.gate.bias")
+    assert np.argmax(other) != np.argmax(source.read("layers.4.ffn.gate.bias"))
+
+
+def test_prompts_have_runs_and_prefixes():
+    ids = synthetic.prompt_ids(20_000, 5000, "zipf")
+    np.testing.assert_array_equal(ids[:300], synthetic.prompt_ids(300, 5000, "zipf"))
+    runs = np.flatnonzero(np.diff(ids)).size + 1
+    assert len(ids) / runs == pytest.approx(synthetic.RUN_TOKENS, rel=0.15)
+    most = np.sort(np.bincount(ids))[::-1]
+    assert most[0] / len(ids) == pytest.approx(1 / np.sum(1 / np.arange(1, 5001)), rel=0.3)
+    uniform = synthetic.prompt_ids(20_000, 5000, "uniform")
+    np.testing.assert_array_equal(uniform[:300], synthetic.prompt_ids(300, 5000, "uniform"))
+    assert len(np.unique(uniform)) > 4800
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"distinct_layers": 0}, "distinct_layers is 0, expected at least 1"),
+        ({"routing": "zipff"}, "routing is 'zipff', expected one of uniform, zipf"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        SyntheticSource(TINY, 0, **options)

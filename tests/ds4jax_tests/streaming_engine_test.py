@@ -407,3 +407,23 @@ def test_progress_counts_steps_and_never_falls():
     assert done == sorted(done)
     assert done[-1] == layers[-1].total == len(IDS) * LAYERS
     assert [event.chunks for event in layers[::LAYERS]] == [2, 2]
+
+
+def test_layers_that_share_experts_share_host_memory_and_give_the_same_bits():
+    shas, stores = set(), set()
+    for fraction in (1.0, 0.25):
+        config = {
+            "prefill.chunk_tokens": 64,
+            "streaming.resident_fraction": fraction,
+            "streaming.mode": "whole",
+            "synthetic.distinct_layers": 2,
+        }
+        with ds4jax.load("synthetic:tiny", config) as engine:
+            result = engine.prefill(np.arange(100) % 250)
+            stores.add(engine.plan.store_bytes)
+            shas.add(hashlib.sha256(result.logits.tobytes()).hexdigest())
+            for ledger in (each for part in result.report.passes for each in part.ledgers):
+                assert ledger.total_bytes == sum(ledger.predicted.bytes.values()) > 0
+                item = ledger.total_bytes // (5 * 12)
+    assert len(shas) == 1
+    assert stores == {0, 2 * 12 * item}

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import streaming
 from ds4jax import experts as pool
 from ds4jax import testing
 from ds4jax.checkpoint import keys, load, synthetic_device
@@ -82,19 +83,6 @@ def test_the_loader_takes_what_the_device_made(device, monkeypatch):
         same_bits(made, np.asarray(expected))
 
 
-@pytest.mark.parametrize("experts", ["fp4", "fp8"])
-def test_a_host_store_is_filled_with_the_same_bits(experts, device, monkeypatch):
-    source = SyntheticSource(TINY, 2, experts=experts)
-    from_host = pool.store_filler(source, 1, device)
-    monkeypatch.setattr(synthetic_device, "maker", synthetic_device.DeviceMaker)
-    from_device = pool.store_filler(source, 1, device)
-    for component in pool.slab_layout(source, 3).components:
-        wanted, found = (np.zeros(component.shape, component.dtype) for _ in range(2))
-        from_host(2, 5, component.name, wanted)
-        from_device(2, 5, component.name, found)
-        assert found.tobytes() == wanted.tobytes()
-
-
 def test_the_host_makes_the_weights_of_a_cpu(device):
     assert synthetic_device.maker(SyntheticSource(TINY, 0), device) is None
 
@@ -112,3 +100,32 @@ def test_scales_follow_their_weights_in_a_group():
     assert len(names) == len(set(names)) > len(specs)
     assert "layers.0.attn.wq_a.scale" in names
     assert "layers.0.attn_norm.scale" not in names
+
+
+def test_shared_experts_and_biases_have_the_bits_of_the_host(device):
+    source = SyntheticSource(TINY, 0, distinct_layers=2, routing="zipf")
+    maker = synthetic_device.DeviceMaker(source, device)
+    name = "layers.4.ffn.gate.bias"
+    same_bits(maker.tensor(name, np.dtype(np.float32)), source.read(name))
+    slabs = [maker.slab(layer, (1, 5)) for layer in (0, 2)]
+    same_bits(slabs[1].down, np.asarray(slabs[0].down))
+    wanted = load.load_expert_slab(source, 2, (1, 5))
+    same_bits(slabs[1].gate_up, wanted.gate_up)
+
+
+@pytest.mark.parametrize("experts", ["fp4", "fp8"])
+def test_a_store_is_filled_with_what_the_device_makes(experts, device, monkeypatch):
+    source = SyntheticSource(TINY, 0, experts=experts, distinct_layers=3)
+    monkeypatch.setattr(pool, "MADE_EXPERTS", 4)
+    layout = pool.slab_layout(source, TINY.num_hidden_layers)
+    order = streaming.even(TINY.num_hidden_layers, TINY.n_routed_experts, 7).streamed
+    origins = [source.expert_origin(layer) for layer in range(TINY.num_hidden_layers)]
+    store = streaming.HostStore(layout, order, origins=origins, policy="off")
+    store.fill_layers(pool.layer_maker(synthetic_device.DeviceMaker(source, device), 0, None))
+    assert store.nbytes == 3 * layout.block_bytes(len(order[0]))
+    for layer, items in enumerate(order):
+        (piece,) = store.pieces(layer, items)
+        wanted = load.load_expert_slab(source, layer, items)
+        for array, field in zip(piece.arrays, ("gate_up", "gate_up_scale", "down"), strict=False):
+            same_bits(array, np.asarray(getattr(wanted, field)))
+    store.close()

@@ -243,3 +243,48 @@ def test_this_machine_can_be_read_and_used():
 def test_order_must_name_every_layer():
     with pytest.raises(ValueError, match="order names 1 layers, expected 5"):
         HostStore(LAYOUT, [(0,)])
+
+
+def test_layers_of_one_origin_share_memory_where_their_items_agree():
+    driver = testing.FakeDriver()
+    pinner = Pinner(driver)
+    order = [(0, 1, 2), (3, 4), (0, 1, 2), (0, 1, 2), (3, 5)]
+    store = HostStore(LAYOUT, order, origins=[0, 1, 0, 3, 1], policy="off", pinner=pinner)
+    calls: list[tuple[int, int]] = []
+    write, told = testing.filler(LAYOUT), []
+
+    def fill(layer, item, component, buffer):
+        calls.append((layer, item))
+        write(layer, item, component, buffer)
+
+    store.fill(fill, threads=2, on_layer=told.append)
+    assert told == list(range(LAYERS))
+    assert {layer for layer, _ in calls} == {0, 1, 3, 4}
+    shared, first = store.pieces(2, order[2])[0], store.pieces(0, order[0])[0]
+    assert all(np.shares_memory(a, b) for a, b in zip(shared.arrays, first.arrays, strict=True))
+    other = store.pieces(3, order[3])[0]
+    assert not np.shares_memory(other.arrays[0], first.arrays[0])
+    assert store.nbytes == sum(LAYOUT.block_bytes(n) for n in (3, 2, 3, 2))
+    assert pinner.wait().registered_bytes == store.registered_bytes == store.nbytes
+    assert all(store.is_pinned(layer) for layer in range(LAYERS))
+    store.close()
+    assert driver.locked == {}
+
+
+def test_a_store_is_filled_layer_by_layer():
+    order = [(8, 1), (), (8, 1), (2,), (2,)]
+    store = HostStore(LAYOUT, order, origins=[0, 1, 0, 3, 4], policy="off")
+    names, told = [component.name for component in LAYOUT.components], []
+
+    def fill(layer, items, arrays):
+        for name, array in zip(names, arrays, strict=True):
+            for row, item in enumerate(items):
+                array[row] = testing.content(LAYOUT, layer, item, name)
+
+    store.fill_layers(fill, on_layer=told.append)
+    assert told == list(range(LAYERS))
+    for layer, origin in ((0, 0), (2, 0), (3, 3), (4, 4)):
+        (piece,) = store.pieces(layer, order[layer])
+        for row, item in enumerate(order[layer]):
+            data = b"".join(array[row].tobytes() for array in piece.arrays)
+            assert data == testing.expected_item(LAYOUT, origin, item)
