@@ -126,6 +126,7 @@ class Schedule:
     layer_link_bytes      bytes per layer and pass that cross the host link beside the experts
                           (activations that are kept in host memory).
     activations           "device" or "host": where the streams of a micro-batch are kept.
+    wave_ns               computation that every slab of a layer but the first adds, at speed 1000.
     sequences             whose states are held at once; `LayerCost.state_bytes` is that of one.
     """
 
@@ -142,6 +143,7 @@ class Schedule:
     head_ns: int = 0
     layer_link_bytes: int = 0
     activations: str = "device"
+    wave_ns: int = 0
     sequences: int = 1
 
     def __post_init__(self) -> None:
@@ -170,6 +172,7 @@ class Schedule:
             embed_ns=self.embed_ns,
             head_ns=self.head_ns,
             layer_link_bytes=self.layer_link_bytes,
+            wave_ns=self.wave_ns,
         )
         for name in ("compute_ns", "distinct"):
             for value in getattr(self, name):

@@ -64,7 +64,6 @@ class RangeTable:
         work = total(schedule.compute_ns)
         work += np.where(begin == 0, schedule.embed_ns, 0)
         work += np.where(end == n, schedule.head_ns, 0)
-        self.compute_ns = -(-work * 1000 // row.speed_permille)
         space = np.array([layer.workspace_bytes for layer in problem.layers], np.int64)
         self.memory = {
             "dense weights": total(layer.dense_bytes for layer in problem.layers),
@@ -92,7 +91,8 @@ class RangeTable:
         self.need = fixed + least * problem.expert_bytes
         self.memory["resident experts"] = self.residents * problem.expert_bytes
         self.memory["ring"] = self.ring * problem.expert_bytes
-        self._stream(problem, schedule, layers, device, peer)
+        more = self._stream(problem, schedule, layers, device, peer)
+        self.compute_ns = -(-(work + more * schedule.wave_ns) * 1000 // row.speed_permille)
         last = np.array(schedule.compute_ns, np.int64)[end - 1]
         last += np.where(end == n, schedule.head_ns, 0)
         self.tail_ns = np.where(self.last_streams, -(-last * 1000 // row.speed_permille), 0)
@@ -140,7 +140,8 @@ class RangeTable:
         layers: np.ndarray,
         device: int,
         peer: int | None,
-    ) -> None:
+    ) -> np.ndarray:
+        """Sets what moves and how long it takes; returns the slabs beyond one per layer."""
         count = max(problem.experts, 1)
         hits = [
             hit for hit, layer in zip(schedule.distinct, problem.layers, strict=True)
@@ -197,6 +198,7 @@ class RangeTable:
             "peer experts": self.peer_residents * problem.expert_bytes,
             "relay ring": np.where(self.relayed > 0, self.ring, 0) * problem.expert_bytes,
         }
+        return over_layers(np.maximum(uploads - 1, 0))
 
     def _divide(
         self,

@@ -78,9 +78,6 @@ def stage_by_scan(problem, schedule, stage, unit):
     residents, slab, with_experts = found
     device = problem.devices[stage.device]
     work = sum(schedule.compute_ns[stage.begin : stage.end])
-    work += schedule.embed_ns if stage.begin == 0 else 0
-    work += schedule.head_ns if stage.end == len(problem.layers) else 0
-    compute = ceil_div(work * 1000, device.speed_permille)
     share, more = divmod(residents, max(len(with_experts), 1))
     counts = {
         i: ceil_div(
@@ -90,7 +87,12 @@ def stage_by_scan(problem, schedule, stage, unit):
         for at, i in enumerate(with_experts)
     }
     moved = sum(counts.values())
-    uploads = sum(ceil_div(count, unit) for count in counts.values())
+    waves = [ceil_div(count, unit) for count in counts.values()]
+    uploads = sum(waves)
+    work += schedule.wave_ns * sum(max(count - 1, 0) for count in waves)
+    work += schedule.embed_ns if stage.begin == 0 else 0
+    work += schedule.head_ns if stage.end == len(problem.layers) else 0
+    compute = ceil_div(work * 1000, device.speed_permille)
     own = ns(problem.expert_bytes, device.host_link_bytes_per_s)
     span = stage.end - stage.begin
     extra = span * ns(schedule.layer_link_bytes, device.host_link_bytes_per_s)
@@ -242,6 +244,7 @@ def random_problem(seed, *, limited=None, peers=None):
             embed_ns=spread(0, 5),
             head_ns=spread(0, 9),
             layer_link_bytes=rng.choice([0, 0, 6]),
+            wave_ns=rng.choice([0, 0, 2]),
             sequences=rng.choice([1, 1, 2]),
         )
         for i in range(rng.randint(1, 3))
