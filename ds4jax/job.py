@@ -15,7 +15,7 @@ import numpy as np
 import streaming
 from ds4jax import accounts, events, page, report
 from ds4jax import engine as engines
-from ds4jax.cache import PausedPass, SequenceState, state_bytes
+from ds4jax.cache import PausedPass, SequenceState
 from ds4jax.checkpoint.load import fingerprint
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.checkpoint.state import (
@@ -26,6 +26,7 @@ from ds4jax.checkpoint.state import (
     save_paused,
     save_state,
 )
+    saved_bytes,
 from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.engine import Engine, PrefillReport, PrefillResult
 from ds4jax.run_config import RunConfig
@@ -234,9 +235,7 @@ def _output_bytes(config: RunConfig, model_config: ModelConfig, prompts: list[Pr
         total = len(prompts) * 4 * model_config.vocab_size
     if config.prefill.save_state:
         numerics = config.numerics.resolve()
-        for prompt in prompts:
-            capacity = engines.capacity_tokens(config, model_config, len(prompt.ids))
-            total += state_bytes(model_config, numerics, capacity)
+        total += sum(saved_bytes(model_config, numerics, len(prompt.ids)) for prompt in prompts)
     return total
 
 

@@ -8,6 +8,7 @@ A run that was stopped between two layers of a micro-batch saves the streams of 
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import pathlib
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from ds4jax.config import ModelConfig, Numerics
 
 FORMAT, VERSION = "ds4jax-state", 1
 RECORD_NAME = "state.json"
+NOTE_BYTES = 1024  # what Orbax writes about an array, at the most
 ENTRY_BUFFERS = ("compressed", "index_keys")  # fields whose rows are entries, then unused
 
 
@@ -71,6 +73,19 @@ def save_paused(
         "stream_shapes": [list(part.shape) for part in streams.values()],
     }
     return _save(folder, arrays, {**record, "paused": place})
+
+
+def saved_bytes(config: ModelConfig, numerics: Numerics, position: int) -> int:
+    """Bytes that `save_state` puts on disk for a state that has seen `position` tokens.
+
+    The arrays, which Orbax may still compress, and what it notes of each.
+    """
+    template = abstract_state(config, numerics, position)
+    arrays = [
+        _used_rows(path, leaf, config, [position] * len(template.layers))
+        for path, leaf in _leaves(template).items()
+    ]
+    return sum(math.prod(array.shape) * array.dtype.itemsize + NOTE_BYTES for array in arrays)
 
 
 def is_paused(folder: str | os.PathLike[str]) -> bool:

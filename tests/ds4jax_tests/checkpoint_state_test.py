@@ -13,7 +13,14 @@ import pytest
 from ds4jax import cache, testing
 from ds4jax.checkpoint import storage
 from ds4jax.checkpoint.source import CheckpointError
-from ds4jax.checkpoint.state import is_paused, load_paused, load_state, save_paused, save_state
+from ds4jax.checkpoint.state import (
+    is_paused,
+    load_paused,
+    load_state,
+    save_paused,
+    save_state,
+    saved_bytes,
+)
 from ds4jax.config import PRESETS
 
 TINY = testing.tiny_config()
@@ -70,6 +77,20 @@ def test_unused_rows_are_not_written(tmp_path):
         save_state(folder, random_state(300, ORACLE, capacity), TINY, ORACLE, WEIGHTS, TOKENS)
         sizes.append(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
     assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[0]
+
+
+@pytest.mark.parametrize("position", [1, 128, 1999])
+@pytest.mark.parametrize("preset", ["oracle", "official"])
+def test_price_of_a_saved_state_is_what_its_folder_takes(tmp_path, position, preset):
+    numerics = PRESETS[preset]
+    state = random_state(position, numerics, 65536)
+    save_state(tmp_path / "s", state, TINY, numerics, WEIGHTS, TOKENS)
+    files = [path for path in (tmp_path / "s").rglob("*") if path.is_file()]
+    taken = sum(path.stat().st_size for path in files)
+    # Noise compresses by a few per cent, and its bfloat16 by a few more.
+    priced = saved_bytes(TINY, numerics, position)
+    assert taken <= priced < 1.4 * taken
+    assert priced < cache.state_bytes(TINY, numerics, 65536) / 10
 
 
 @pytest.fixture
