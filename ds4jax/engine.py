@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import streaming
-from ds4jax import accounts, admission, events, passes
+from ds4jax import accounts, admission, events, passes, peers
 from ds4jax.cache import (
     PausedPass,
     SequenceState,
@@ -788,6 +788,7 @@ def _load(
         make_plan(source, run_config, each, prompt_tokens, capacity, layers, devices.count(each))
         for layers, each in zip(split, devices, strict=True)
     ]
+    _require_peers(source, run_config, plans, devices)
     total = sum(plan.price.weights_bytes for plan in plans) + keys.expert_bytes(
         model_config, source.infos()
     ) * (model_config.n_routed_experts * model_config.num_hidden_layers)
@@ -799,6 +800,35 @@ def _load(
     return Engine(
         loaded, run_config, available, time.perf_counter() - began, loading.fingerprint(source)
     )
+
+
+def _require_peers(
+    source: TensorSource,
+    config: RunConfig,
+    plans: Sequence[Plan],
+    devices: Sequence[jax.Device],
+) -> None:
+    """Raises ConfigError or PlanError when the neighbours of `config.peer` cannot serve."""
+    prices = [
+        (
+            peers.price(
+                source.config,
+                config.numerics.resolve(),
+                config.prefill.chunk_tokens,
+                plan.experts.residency,
+                plan.experts.peer,
+                keys.expert_bytes(source.config, source.infos()),
+                plan.experts.resolved_window,
+            ),
+            peers.find(plan.experts.peer.device, device),
+        )
+        for plan, device in zip(plans, devices, strict=True)
+        if plan.experts.peer is not None
+    ]
+    taken: dict[jax.Device, int] = {}
+    for plan, device in zip(plans, devices, strict=True):
+        taken[device] = taken.get(device, 0) + plan.price.total_bytes
+    peers.require_room(prices, taken)
 
 
 def as_run_config(

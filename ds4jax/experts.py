@@ -6,13 +6,16 @@ gives every step of a run the slabs that its programs take.
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import streaming
+from ds4jax import peers
 from ds4jax.checkpoint import keys, synthetic_device
 from ds4jax.checkpoint import load as loading
 from ds4jax.checkpoint.converted import ConvertedSource
@@ -20,6 +23,7 @@ from ds4jax.checkpoint.safetensors import SafetensorsSource
 from ds4jax.checkpoint.source import CheckpointError, TensorSource
 from ds4jax.config import ModelConfig
 from ds4jax.moe import LayerSlabs
+from ds4jax.owners import ColdOwner
 from pallas_kernels.routed_experts import ExpertSlab
 from sharding.cost import PlanError
 from streaming import streamer as streamers
@@ -44,12 +48,14 @@ class ExpertPlan:
     tier        where the others are: "ram" or "disk"
     window      units that are copied ahead; None takes the tier's default
     slab_bytes  device memory for slabs on their way; None for as much as the window takes
+    peer        what a neighbour device brings, if there is one
     """
 
     residency: streaming.Residency
     tier: str = "ram"
     window: int | None = None
     slab_bytes: int | None = None
+    peer: peers.PeerShares | None = None
 
     @property
     def resolved_window(self) -> int:
@@ -213,79 +219,128 @@ class ExpertPool:
         self._loaded_bytes = 0
         self._on_bytes = on_bytes
         self.resident = [
-            self._load_resident(source, layer, chosen)
+            self._load_resident(source, layer, chosen, device)
             for layer, chosen in enumerate(plan.residency.resident)
         ]
-        self.streamer: streaming.Streamer | None = None
-        self.store: streaming.HostStore | None = None
+        self.peer = peers.find(plan.peer.device, device) if plan.peer is not None else None
+        self.cold: ColdOwner | None = None
+        if self.peer is not None and any(plan.residency.elsewhere):
+            slabs = [
+                self._load_resident(source, layer, chosen, self.peer)
+                for layer, chosen in enumerate(plan.residency.elsewhere)
+            ]
+            self.cold = ColdOwner([slab for slab in slabs if slab], self.peer, device)
+        self.streamer: streaming.Streamer | streaming.Tiers | None = None
+        self.stores: list[streaming.HostStore | streaming.PeerStore] = []
         self.pinner: streaming.Pinner | None = None
         if plan.streams:
-            self._open_streamer(source, numa)
+            self._open_streamers(source, numa)
 
     def _load_resident(
-        self, source: TensorSource, layer: int, chosen: Sequence[int]
+        self, source: TensorSource, layer: int, chosen: Sequence[int], device: jax.Device
     ) -> LayerSlabs | None:
         if not chosen:
             return None
-        slab = loading.place_expert_slab(source, self.layers[layer], chosen, self.device)
+        slab = loading.place_expert_slab(source, self.layers[layer], chosen, device)
         where = np.full(self.layout.items, -1, np.int32)
         where[list(chosen)] = np.arange(len(chosen), dtype=np.int32)
         self._count(len(chosen))
-        return (slab,), jax.device_put(where, self.device)
+        return (slab,), jax.device_put(where, device)
 
-    def _open_streamer(self, source: TensorSource, numa: str) -> None:
-        streamed, ring = self.plan.residency.streamed, None
+    def _open_streamers(self, source: TensorSource, numa: str) -> None:
+        """One streamer for every path that experts come by."""
         driver, node = _cuda(self.device)
         self.pinner = streaming.Pinner(driver)
-        if self.plan.tier == "ram":
-            self.store = streaming.HostStore(
-                self.layout,
-                streamed,
-                origins=[source.expert_origin(layer) for layer in self.layers],
-                policy=next(policy for policy in POLICIES if policy == numa),
-                device_node=node,
-                pinner=self.pinner,
+        window = self.plan.resolved_window
+        by_tier = peers.paths(self.plan.residency.streamed, self.plan.tier, self.plan.peer)
+        budgets = peers.budgets(by_tier, self.plan.slab_bytes, self.layout.item_bytes, window)
+        streamers = []
+        for tier, streamed in by_tier.items():
+            store, ring, link = None, None, None
+            if tier == streaming.PEER_TIER:
+                store = self._peer_store(source, streamed)
+            elif tier == "disk":
+                ring = self._disk_ring(source, streamed, budgets[tier])
+            else:
+                node = node if tier == "ram" else _cuda(self._neighbour())[1]
+                store = self._host_store(source, streamed, numa, node)
+            if tier in (streaming.PEER_TIER, streaming.RELAY_TIER):
+                link = streaming.PeerLink(self.device, self._neighbour())
+            streamers.append(
+                streaming.Streamer(
+                    self.layout,
+                    streamed,
+                    self.device,
+                    store=store,
+                    ring=ring,
+                    window=window,
+                    budget_bytes=budgets[tier],
+                    tier=tier,
+                    link=link,
+                )
             )
+        self.streamer = streamers[0] if len(streamers) == 1 else streaming.Tiers(streamers)
 
-            def on_layer(layer: int) -> None:
-                self._count(len(streamed[layer]))
+    def _neighbour(self) -> jax.Device:
+        assert self.peer is not None  # the plan has its shares
+        return self.peer
 
-            try:
-                if made := synthetic_device.maker(source, self.device):
-                    self.store.fill_layers(
-                        layer_maker(made, self.layers.start, driver), on_layer=on_layer
-                    )
-                else:
-                    self.store.fill(store_filler(source, self.layers.start), on_layer=on_layer)
-            except streaming.StreamError as error:
-                if isinstance(error.__cause__, CheckpointError):
-                    raise error.__cause__ from None
-                raise
-        else:
-            window = self.plan.resolved_window
-            rows = arithmetic.wave_items(
-                max(map(len, streamed)), self.layout.item_bytes, window, self.plan.slab_bytes
-            )
-            locate = file_locator(source, self.layers.start)
-            assert isinstance(source, SafetensorsSource | ConvertedSource)
-            ring = streaming.DiskRing(
-                self.layout,
-                locate,
-                rows=rows,
-                slots=window + 1,
-                pinner=self.pinner,
-                check=scale_checker(source),
-            )
-            self._count(sum(map(len, streamed)))
-        self.streamer = streaming.Streamer(
+    def _peer_store(self, source: TensorSource, streamed: peers.Items) -> streaming.PeerStore:
+        blocks = []
+        for layer, chosen in enumerate(streamed):
+            slab = self._load_resident(source, layer, chosen, self._neighbour())
+            blocks.append([] if slab is None else [array for _, array in _fields(slab[0][0])])
+        store = streaming.PeerStore(self.layout, streamed, blocks)
+        self.stores.append(store)
+        return store
+
+    def _host_store(
+        self, source: TensorSource, streamed: peers.Items, numa: str, node: int | None
+    ) -> streaming.HostStore:
+        store = streaming.HostStore(
             self.layout,
             streamed,
-            self.device,
-            store=self.store,
-            ring=ring,
-            window=self.plan.window,
-            budget_bytes=self.plan.slab_bytes,
+            origins=[source.expert_origin(layer) for layer in self.layers],
+            policy=next(policy for policy in POLICIES if policy == numa),
+            device_node=node,
+            pinner=self.pinner,
         )
+        self.stores.append(store)
+
+        def on_layer(layer: int) -> None:
+            self._count(len(streamed[layer]))
+
+        try:
+            if made := synthetic_device.maker(source, self.device):
+                driver, _ = _cuda(self.device)
+                store.fill_layers(layer_maker(made, self.layers.start, driver), on_layer=on_layer)
+            else:
+                store.fill(store_filler(source, self.layers.start), on_layer=on_layer)
+        except streaming.StreamError as error:
+            if isinstance(error.__cause__, CheckpointError):
+                raise error.__cause__ from None
+            raise
+        return store
+
+    def _disk_ring(
+        self, source: TensorSource, streamed: peers.Items, budget: int | None
+    ) -> streaming.DiskRing:
+        window = self.plan.resolved_window
+        rows = arithmetic.wave_items(
+            max(map(len, streamed)), self.layout.item_bytes, window, budget
+        )
+        locate = file_locator(source, self.layers.start)
+        assert isinstance(source, SafetensorsSource | ConvertedSource)
+        ring = streaming.DiskRing(
+            self.layout,
+            locate,
+            rows=rows,
+            slots=window + 1,
+            pinner=self.pinner,
+            check=scale_checker(source),
+        )
+        self._count(sum(map(len, streamed)))
+        return ring
 
     def _count(self, experts: int) -> None:
         self._loaded_bytes += experts * self.layout.item_bytes
@@ -338,18 +393,24 @@ class ExpertPool:
         return self.streamer.waves(step) if self.streamer is not None else 0
 
     def take(self, step: int, wave: int) -> LayerSlabs:
-        """The slab of a wave, for programs that are dispatched next."""
+        """The slabs of a wave, one per path, for programs that are dispatched next."""
         assert self.streamer is not None
-        slab = self.streamer.take(step, wave)
-        arrays = slab.arrays
-        experts = ExpertSlab(
-            arrays["gate_up"],
-            arrays.get("gate_up_scale"),
-            arrays["down"],
-            arrays.get("down_scale"),
-            self._format,
+        taken = self.streamer.take(step, wave)
+        slabs = [taken] if isinstance(taken, streaming.Slab) else taken
+        experts = tuple(
+            ExpertSlab(
+                slab.arrays["gate_up"],
+                slab.arrays.get("gate_up_scale"),
+                slab.arrays["down"],
+                slab.arrays.get("down_scale"),
+                self._format,
+            )
+            for slab in slabs
         )
-        return (experts,), slab.where
+        if len(slabs) == 1:
+            return experts, slabs[0].where
+        rows = tuple(slab.rows for slab in slabs)
+        return experts, _joined_where(tuple(slab.where for slab in slabs), rows)
 
     def computed(self, step: int, wave: int, output: jax.Array, reached: jax.Array) -> None:
         """All programs that use a wave have been dispatched; see `streaming.Streamer.computed`."""
@@ -357,12 +418,13 @@ class ExpertPool:
         self.streamer.computed(step, output, wave, reached=reached)
 
     def available(self, step: streaming.Step) -> Sequence[int]:
-        """Experts that a step can use: residents and what the step moves."""
+        """Experts that a step can use: residents, the cold owner's and what the step moves."""
         if step.mode == "routed":
             return range(self.layout.items)
         residency = self.plan.residency
         moved = residency.streamed[step.layer] if step.mode == "whole" else step.items
-        return (*residency.resident[step.layer], *moved)
+        cold = residency.elsewhere[step.layer] if residency.elsewhere else ()
+        return (*residency.resident[step.layer], *cold, *moved)
 
     def finish(self, distinct: Sequence[int]) -> streaming.Ledger | None:
         """Ends a run; `distinct` has the distinct experts that each step used."""
@@ -380,11 +442,23 @@ class ExpertPool:
         """Lets go of all experts."""
         if self.streamer is not None:
             self.streamer.close()
-        if self.store is not None:
-            self.store.close()
-        elif self.pinner is not None:
+        for store in self.stores:
+            store.close()
+        if self.pinner is not None:
             self.pinner.close()
+        if self.cold is not None:
+            self.cold.close()
         self.resident = []
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _joined_where(tables: tuple[jax.Array, ...], rows: tuple[int, ...]) -> jax.Array:
+    """i32 [E]: the row of each expert in the concatenation of slabs of `rows` rows."""
+    joined, before = jnp.full(tables[0].shape, -1, jnp.int32), 0
+    for table, count in zip(tables, rows, strict=True):
+        joined = jnp.where(table >= 0, table + jnp.int32(before), joined)
+        before += count
+    return joined
 
 
 def _cuda(device: jax.Device) -> tuple[streaming.CudaDriver | None, int | None]:
@@ -403,9 +477,10 @@ def _cuda(device: jax.Device) -> tuple[streaming.CudaDriver | None, int | None]:
         return None, None
 
 
-def all_resident(config: ModelConfig, layers: int) -> ExpertPlan:
-    """The plan that keeps all experts of some layers on the device."""
-    return ExpertPlan(streaming.even(layers, config.n_routed_experts, config.n_routed_experts))
+def all_resident(config: ModelConfig, layers: int, cold: int = 0) -> ExpertPlan:
+    """The plan that keeps all experts of some layers on the device, but the cold owner's."""
+    experts = config.n_routed_experts
+    return ExpertPlan(streaming.even(layers, experts, experts - cold, elsewhere=cold))
 
 
 def absent_experts(counts: np.ndarray, available: Sequence[int]) -> list[int]:

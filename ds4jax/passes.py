@@ -135,7 +135,7 @@ def _visit(
     clock: "_StepClock",
 ) -> None:
     """One layer on all chunks of the micro-batch."""
-    layer, works = step.layer, batch.works
+    layer, works, cold = step.layer, batch.works, pool.cold
     place = runner.layers[layer]
     resident = pool.resident[layer]
     pool.issue_ahead(number)
@@ -150,9 +150,17 @@ def _visit(
         clock.reached(routing.ids)
         return routing
 
-    def end(index: int, routing: Routing, slots: jax.Array) -> None:
+    def end(index: int, routing: Routing, slots: jax.Array | None) -> None:
         work = works[index]
+        assert slots is not None  # every expert has an owner
         work.streams = runner.finish(place, work.streams, routing, slots)
+
+    def with_cold(
+        routings: list[Routing], hot: Callable[[], list[jax.Array | None]]
+    ) -> list[jax.Array | None]:
+        if cold is None:
+            return hot()
+        return cold.complete(runner.experts, layer, routings, hot)
 
     if step.mode != "routed" and pool.waves(number) <= 1:
         # One slab serves all chunks: each is finished before the next begins.
@@ -161,10 +169,14 @@ def _visit(
         ids = []
         for index in range(len(works)):
             routing = begin(index)
-            slots: jax.Array | None = None
-            for part in parts:
-                slots = runner.experts(routing, part, slots)
-            assert slots is not None  # a layer without residents streams
+
+            def through_parts(routing: Routing = routing) -> list[jax.Array | None]:
+                slots: jax.Array | None = None
+                for part in parts:
+                    slots = runner.experts(routing, part, slots)
+                return [slots]
+
+            (slots,) = with_cold([routing], through_parts)
             end(index, routing, slots)
             ids.append(routing.ids)
         del parts
@@ -172,26 +184,31 @@ def _visit(
             pool.computed(number, 0, runner.tick(works[-1].streams), ids[-1])
         return
     routings = [begin(index) for index in range(len(works))]
-    if step.mode == "routed":
-        numbers = range(number * len(works), (number + 1) * len(works))
-        asked = [notes.wait(one, NOTE_TIMEOUT_S).values for one in numbers]
-        pool.routed(number, np.concatenate(asked))
-    # The residents' share is dispatched before the slabs are: it hides what is still on its way.
-    held = [runner.experts(routing, resident, None) if resident else None for routing in routings]
-    for wave in range(pool.waves(number)):
-        if wave:
-            pool.issue_ahead(number, wave)
-        slab = pool.take(number, wave)
-        for index, routing in enumerate(routings):
-            held[index] = runner.experts(routing, slab, held[index])
-        del slab
-        output = held[-1]
-        assert output is not None
-        pool.computed(number, wave, runner.tick(output), routings[-1].ids)
-        del output
+
+    def through_waves() -> list[jax.Array | None]:
+        if step.mode == "routed":
+            numbers = range(number * len(works), (number + 1) * len(works))
+            asked = [notes.wait(one, NOTE_TIMEOUT_S).values for one in numbers]
+            pool.routed(number, np.concatenate(asked))
+        # The residents' share is dispatched before the slabs are: it hides what is still on its
+        # way.
+        held = [runner.experts(routing, resident) if resident else None for routing in routings]
+        for wave in range(pool.waves(number)):
+            if wave:
+                pool.issue_ahead(number, wave)
+            slab = pool.take(number, wave)
+            for index, routing in enumerate(routings):
+                held[index] = runner.experts(routing, slab, held[index])
+            del slab
+            output = held[-1]
+            assert output is not None
+            pool.computed(number, wave, runner.tick(output), routings[-1].ids)
+            del output
+        return held
+
+    held = with_cold(routings, through_waves)
     for index, routing in enumerate(routings):
         slots, held[index] = held[index], None
-        assert slots is not None  # a layer that streams has at least one wave
         end(index, routing, slots)
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 import streaming
-from ds4jax import admission
+from ds4jax import admission, peers
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import ConfigError, ModelConfig, Numerics
@@ -94,13 +94,21 @@ def make_plan(
         free = admission.device_bytes(device)
         memory = Memory(free if budget is None else min(free, budget), admission.host_bytes())
     available = memory.device_bytes // share
+    cold = peers.cold_experts(config.peer, model.n_routed_experts)
     everything = dataclasses.replace(
-        base, resident_bytes=len(layers) * model.n_routed_experts * item
+        base, resident_bytes=len(layers) * (model.n_routed_experts - cold) * item
+    )
+    stages = config.pipeline.stages(model.num_hidden_layers)
+    neighbour = config.peer.device(
+        stages.index(layers) if layers in stages else 0, max(len(stages), 1)
     )
     options = config.streaming
     asked = options.resident_fraction is not None or options.resident_bytes is not None
     if not asked and options.order != "layer_major" and everything.total_bytes <= available:
-        whole = all_resident(model, len(layers))
+        whole = all_resident(model, len(layers), cold)
+        whole = dataclasses.replace(
+            whole, peer=peers.divide(config.peer, neighbour, whole.residency.streamed)
+        )
         return Plan(layers, whole, config.prefill.chunk_tokens, everything, 0)
     if device.platform == "cpu" and not asked and budget is None:
         # Host and device memory are one: streaming would not make anything fit.
@@ -118,6 +126,7 @@ def make_plan(
         memory.host_bytes,
         item,
         prompt_tokens or _UNKNOWN_PROMPT_TOKENS,
+        neighbour,
         [source.expert_origin(layer) for layer in layers],
     )
 
@@ -174,9 +183,11 @@ def _with_streaming(
     host: int,
     item: int,
     prompt_tokens: int,
+    neighbour: str | None,
     origins: Sequence[int],
 ) -> Plan:
     options, experts = config.streaming, model.n_routed_experts
+    cold = peers.cold_experts(config.peer, experts)
     per_layer, counts = None, None
     if options.resident_fraction is not None or options.resident_bytes is not None:
         per_layer = streaming.resident_per_layer(
@@ -186,6 +197,7 @@ def _with_streaming(
             fraction=options.resident_fraction,
             total_bytes=options.resident_bytes,
         )
+        per_layer = min(per_layer, experts - cold)
     if options.resident_profile is not None:
         try:
             counts = streaming.load_profile(
@@ -206,10 +218,14 @@ def _with_streaming(
             slab_bytes=options.slab_bytes,
             per_layer=per_layer,
             counts=counts,
+            cold=cold,
+            paths=peers.path_count(config.peer),
         )
+        shares = peers.divide(config.peer, neighbour, residency.streamed)
         # Layers with the same experts share host memory.
         kept = set(streaming.store.owners(residency.streamed, origins))
-        streamed = sum(len(residency.streamed[layer]) for layer in kept) * item
+        held = 0 if shares is None else sum(len(shares.held[layer]) for layer in kept)
+        streamed = (sum(len(residency.streamed[layer]) for layer in kept) - held) * item
         store = streamed if attempt == "ram" else 0
         if attempt == "ram" and store > host and tier == "auto":
             continue
@@ -224,7 +240,7 @@ def _with_streaming(
             slab_bytes=slabs or 0,
             micro_batch_bytes=activations if tokens > config.prefill.chunk_tokens else 0,
         )
-        plan = ExpertPlan(residency, attempt, options.window, slabs)
+        plan = ExpertPlan(residency, attempt, options.window, slabs, shares)
         return Plan(layers, plan, tokens, price, store)
     raise AssertionError("one of the tiers was taken")
 
@@ -257,6 +273,8 @@ def choose_residency(
     slab_bytes: int | None = None,
     per_layer: int | None = None,
     counts: np.ndarray | None = None,
+    cold: int = 0,
+    paths: int = 1,
 ) -> tuple[streaming.Residency, int | None]:
     """Residents that leave room for the slabs of the window, and the bytes left for slabs.
 
@@ -265,29 +283,31 @@ def choose_residency(
                 experts at a time if there is room for no more
     per_layer   number of residents of every layer; None takes as many as fit
     counts      integers [layers, experts]: how often each was used; None keeps the lowest ids
+    cold        experts of every layer that another owner keeps
+    paths       that slabs come over; each needs room for its own
     return      the residency and the slab budget (None when everything is resident)
     Raises PlanError with the missing bytes when it does not fit.
     """
-    live = live_bound(window)
+    live, own = live_bound(window), experts - cold
 
     def slabs(residents: int) -> int:
-        whole = live * (experts - residents) * item_bytes
+        whole = live * (own - residents) * item_bytes
         return whole if slab_bytes is None else min(slab_bytes, whole)
 
     if per_layer is None:
         fitting = (
-            n for n in range(experts, -1, -1) if layers * n * item_bytes + slabs(n) <= room_bytes
+            n for n in range(own, -1, -1) if layers * n * item_bytes + slabs(n) <= room_bytes
         )
         # Without room for whole shares nothing is resident and slabs come in waves.
         per_layer = next(fitting, 0)
-    residency = streaming.even(layers, experts, per_layer, counts)
+    residency = streaming.even(layers, experts, per_layer, counts, elsewhere=cold)
     resident = layers * per_layer * item_bytes
-    if per_layer == experts:
+    if per_layer == own:
         if resident > room_bytes:
             raise _no_room(resident, room_bytes, "all experts on the device")
         return residency, None
     # A partial slab is put together from pieces that are alive beside it.
-    smallest = 2 * live * item_bytes
+    smallest = 2 * live * item_bytes * paths
     left = room_bytes - resident
     budget = left if slab_bytes is None else slab_bytes
     if budget > left or budget < smallest:
@@ -296,7 +316,7 @@ def choose_residency(
             room_bytes,
             f"{per_layer} resident experts per layer and slabs for {live} experts in flight",
         )
-    return residency, min(budget, 2 * live * (experts - per_layer) * item_bytes)
+    return residency, min(budget, 2 * live * max(own - per_layer, paths) * item_bytes)
 
 
 def _no_room(needed: int, room: int, what: str) -> PlanError:

@@ -323,6 +323,63 @@ class PipelineConfig(_Section):
         return indices
 
 
+@dataclasses.dataclass(frozen=True)
+class PeerConfig(_Section):
+    """What a second device does for a stage. Never changes bits on devices of one kind."""
+
+    prefix = "config.peer"
+
+    devices: str | None = _key(
+        None,
+        "The neighbour of each stage: its index among JAX's local devices, or cpu; for example 1 "
+        "or 2,3. Default: none.",
+    )
+    compute_fraction: float = _key(
+        0.0,
+        "Share of the experts of every layer that the neighbour keeps and computes.",
+        minimum=0,
+        maximum=1,
+    )
+    memory_fraction: float = _key(
+        0.0,
+        "Share of the streamed experts that wait in the neighbour's memory instead of the host's.",
+        minimum=0,
+        maximum=1,
+    )
+    relay_fraction: float = _key(
+        0.0,
+        "Share of the streamed experts that come from host memory through the neighbour.",
+        minimum=0,
+        maximum=1,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.memory_fraction + self.relay_fraction > 1:
+            raise ConfigError(
+                f"config.peer.memory_fraction is {self.memory_fraction} and "
+                f"config.peer.relay_fraction is {self.relay_fraction}, expected at most 1 together"
+            )
+        shares = (self.compute_fraction, self.memory_fraction, self.relay_fraction)
+        if self.devices is None and any(shares):
+            raise ConfigError(
+                "config.peer has shares for a neighbour, but config.peer.devices names none: "
+                "expected the device of each stage's neighbour"
+            )
+
+    def device(self, stage: int, stages: int) -> str | None:
+        """The neighbour of a stage; raises ConfigError unless every stage has one."""
+        if self.devices is None:
+            return None
+        names = self.devices.split(",")
+        if len(names) != stages or any(name != "cpu" and not name.isdecimal() for name in names):
+            raise ConfigError(
+                f"config.peer.devices is {self.devices!r} for {stages} stages, expected as many "
+                "device indices, or cpu, with commas between"
+            )
+        return names[stage]
+
+
 def _integers(key: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -362,6 +419,7 @@ class RunConfig:
     machine: MachineConfig = dataclasses.field(default_factory=MachineConfig)
     streaming: StreamingConfig = dataclasses.field(default_factory=StreamingConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    peer: PeerConfig = dataclasses.field(default_factory=PeerConfig)
     synthetic: SyntheticConfig = dataclasses.field(default_factory=SyntheticConfig)
     prompt: PromptConfig = dataclasses.field(default_factory=PromptConfig)
 

@@ -1,0 +1,154 @@
+"""What a neighbour device does for a stage, by `config.peer`: how many experts go which way.
+
+It can own experts of every layer and compute them (see `owners`), hold some of the streamed ones
+in its memory, and pass others on from host memory over its own host link. None of this changes a
+bit on devices of one kind.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import jax
+
+import streaming
+from ds4jax import admission
+from ds4jax.config import ConfigError, ModelConfig, Numerics
+from ds4jax.run_config import PeerConfig
+from streaming.window import live_bound
+
+Items = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerShares:
+    """Streamed experts of each layer that do not come over the stage's own host link.
+
+    device   the neighbour: its index among JAX's local devices, or "cpu"
+    held     in its memory; relayed: from host memory over its host link
+    """
+
+    device: str
+    held: Items
+    relayed: Items
+
+    @property
+    def held_experts(self) -> int:
+        """Experts in the neighbour's memory that are copied from there."""
+        return sum(map(len, self.held))
+
+
+def cold_experts(config: PeerConfig, experts: int) -> int:
+    """How many experts of every layer the neighbour computes; rounds down."""
+    return 0 if config.devices is None else _share(config.compute_fraction, experts)
+
+
+def divide(config: PeerConfig, device: str | None, streamed: Items) -> PeerShares | None:
+    """Which streamed experts come by way of the neighbour; the first ones of a layer do not."""
+    if device is None:
+        return None
+    held, relayed = [], []
+    for items in streamed:
+        end = len(items)
+        middle = end - _share(config.memory_fraction, end)
+        begin = middle - _share(config.relay_fraction, end)
+        held.append(items[middle:])
+        relayed.append(items[begin:middle])
+    return PeerShares(device, tuple(held), tuple(relayed))
+
+
+def paths(streamed: Items, tier: str, shares: PeerShares | None) -> dict[str, Items]:
+    """The streamed experts of each layer by tier, those tiers that have any."""
+    if shares is None:
+        return {tier: streamed}
+    apart = [set(a) | set(b) for a, b in zip(shares.held, shares.relayed, strict=True)]
+    own = tuple(
+        tuple(item for item in items if item not in others)
+        for items, others in zip(streamed, apart, strict=True)
+    )
+    found = {
+        streaming.PEER_TIER: shares.held,
+        streaming.RELAY_TIER: shares.relayed,
+        tier: own,
+    }
+    return {name: items for name, items in found.items() if any(items)}
+
+
+def path_count(config: PeerConfig) -> int:
+    """Over how many paths streamed experts can come."""
+    if config.devices is None:
+        return 1
+    return 1 + bool(config.memory_fraction) + bool(config.relay_fraction)
+
+
+def budgets(
+    by_tier: Mapping[str, Items], slab_bytes: int | None, item_bytes: int, window: int
+) -> dict[str, int | None]:
+    """The slab budget of each path: what single experts need, and a share of the rest."""
+    if slab_bytes is None:
+        return dict.fromkeys(by_tier)
+    sizes = {tier: max(map(len, items)) for tier, items in by_tier.items()}
+    # A partial slab is put together from pieces that are alive beside it.
+    least = 2 * live_bound(window) * item_bytes
+    if len(sizes) == 1:
+        return dict.fromkeys(by_tier, slab_bytes)
+    rest, total = max(slab_bytes - least * len(sizes), 0), sum(sizes.values())
+    return {tier: least + rest * size // total for tier, size in sizes.items()}
+
+
+def find(device: str, home: jax.Device) -> jax.Device:
+    """The neighbour of a stage on `home`; raises ConfigError when there is none like it."""
+    local = jax.local_devices()
+    if device == "cpu":
+        found = jax.local_devices(backend="cpu")[0]
+    elif int(device) < len(local):
+        found = local[int(device)]
+    else:
+        raise ConfigError(
+            f"config.peer.devices names the device {device}, expected 'cpu' or 0..{len(local) - 1}:"
+            f" JAX has {len(local)} devices here"
+        )
+    if found == home:
+        raise ConfigError(
+            f"config.peer.devices names the device {device}, which has the stage itself: expected "
+            "another one"
+        )
+    return found
+
+
+def price(
+    model: ModelConfig,
+    numerics: Numerics,
+    rows: int,
+    residency: streaming.Residency,
+    shares: PeerShares,
+    item_bytes: int,
+    window: int,
+) -> admission.Price:
+    """Bytes that a stage needs on its neighbour."""
+    cold = sum(map(len, residency.elsewhere))
+    relayed = max(map(len, shares.relayed), default=0)
+    return admission.Price(
+        weights_bytes=0,
+        state_bytes=0,
+        workspace_bytes=admission.workspace_bytes(model, numerics, rows) if cold else 0,
+        resident_bytes=(cold + shares.held_experts) * item_bytes,
+        slab_bytes=live_bound(window) * relayed * item_bytes,
+    )
+
+
+def require_room(
+    prices: Sequence[tuple[admission.Price, jax.Device]], taken: Mapping[jax.Device, int]
+) -> None:
+    """Raises PlanError when neighbours lack memory; `taken` are bytes that stages need there."""
+    for device in dict.fromkeys(device for _, device in prices):
+        parts = [part for part, place in prices if place == device]
+        names = [field.name for field in dataclasses.fields(admission.Price)]
+        whole = admission.Price(**{n: sum(getattr(part, n) for part in parts) for n in names})
+        free = admission.device_bytes(device) - taken.get(device, 0)
+        admission.require(whole, free, device, f"the experts of config.peer on {device}")
+
+
+def _share(fraction: float, count: int) -> int:
+    # Decimal fractions are meant as written: 0.29 of 100 experts are 29, not 28.
+    return int(Fraction(str(float(fraction))) * count)

@@ -1,0 +1,225 @@
+"""A second device beside the one that has the layers: same bits, exact accounts by tier."""
+
+import dataclasses
+import hashlib
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+import ds4jax
+import streaming
+from ds4jax import admission, peers, testing
+from ds4jax import engine as engines
+from ds4jax.checkpoint.synthetic import SyntheticSource
+from ds4jax.config import ConfigError
+from ds4jax.run_config import PeerConfig, RunConfig
+from sharding.cost import PlanError
+from streaming import StreamError
+from streaming.window import live_bound
+
+# All attention kinds, three hash layers.
+CONFIG = dataclasses.replace(
+    testing.tiny_config(), num_hidden_layers=5, compress_ratios=(0, 4, 128, 4, 0, 0)
+)
+LAYERS, EXPERTS = CONFIG.num_hidden_layers, CONFIG.n_routed_experts
+CHUNK = 48
+IDS = np.random.default_rng(11).integers(0, CONFIG.vocab_size, 2 * CHUNK + 5).astype(np.int32)
+SOURCE = SyntheticSource(CONFIG, seed=0)
+ITEM = 3 * 128 * (128 // 2 + 128 // 32)
+
+
+def load(**overrides) -> engines.Engine:
+    keys = {"prefill.chunk_tokens": CHUNK, "prefill.logits": "all"}
+    keys |= {name.replace("__", "."): value for name, value in overrides.items()}
+    return ds4jax.load(SOURCE, keys, prompt_tokens=len(IDS))
+
+
+def sha(result: engines.PrefillResult) -> str:
+    digest = hashlib.sha256(result.logits.tobytes())
+    for leaf in jax.tree.leaves(result.state):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def reference() -> str:
+    with load() as engine:
+        return sha(engine.prefill(IDS))
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_two_owners_of_resident_experts_give_the_bits_of_one(share, reference):
+    with load(peer__devices="1", peer__compute_fraction=share) as engine:
+        plan = engine.plan.experts
+        assert not plan.streams
+        assert [len(chosen) for chosen in plan.residency.elsewhere] == [EXPERTS * share] * LAYERS
+        assert engine.plan.price.resident_bytes == LAYERS * EXPERTS * (1 - share) * ITEM
+        result = engine.prefill(IDS)
+        assert sha(result) == reference
+        assert sha(engine.prefill(IDS)) == reference
+
+
+@pytest.mark.parametrize("mode", ["whole", "routed"])
+@pytest.mark.parametrize("order", ["chunk_major", "layer_major"])
+@pytest.mark.parametrize("slabs", [None, 3 * 2 * 4 * ITEM])
+def test_two_owners_and_streamed_experts(mode, order, slabs, reference):
+    with load(
+        peer__devices="1",
+        peer__compute_fraction=0.25,
+        streaming__resident_fraction=0.25,
+        streaming__mode=mode,
+        streaming__order=order,
+        streaming__slab_bytes=slabs,
+    ) as engine:
+        result = engine.prefill(IDS)
+        assert sha(result) == reference
+        for report in result.report.passes:
+            (ledger,) = report.ledgers
+            if mode == "whole":
+                assert ledger.moved_bytes == {"ram": LAYERS * EXPERTS // 2 * ITEM}
+
+
+@pytest.mark.parametrize("mode", ["whole", "routed"])
+@pytest.mark.parametrize(("memory", "relay"), [(1.0, 0.0), (0.0, 0.5), (0.25, 0.5)])
+def test_peer_tiers_bring_their_shares_and_nothing_else(mode, memory, relay, reference):
+    with load(
+        peer__devices="1",
+        peer__memory_fraction=memory,
+        peer__relay_fraction=relay,
+        streaming__resident_fraction=0.5,
+        streaming__mode=mode,
+        streaming__order="layer_major",
+    ) as engine:
+        pool = engine._stages[0].pool
+        plan, streamed = engine.plan.experts, EXPERTS // 2
+        assert engine.plan.store_bytes == LAYERS * int(streamed * (1 - memory)) * ITEM
+        result = engine.prefill(IDS)
+        assert sha(result) == reference
+        assert pool.streamer.violations() == []
+        (report,) = result.report.passes
+        (ledger,) = report.ledgers
+        by_tier = peers.paths(plan.residency.streamed, plan.tier, plan.peer)
+        expected = {}
+        for tier, items in by_tier.items():
+            for layer, chosen in enumerate(items):
+                used = np.count_nonzero(report.counts[layer][list(chosen)])
+                expected[tier] = expected.get(tier, 0) + (len(chosen) if mode == "whole" else used)
+        assert ledger.moved_items == expected
+        assert ledger.moved_bytes == {tier: count * ITEM for tier, count in expected.items()}
+        assert ledger.peak_live_bytes <= ledger.budget_bytes <= plan.slab_bytes
+        assert ledger.padding_bytes == 0
+        if mode == "whole":
+            assert ledger.predicted.exact
+            assert ledger.predicted.bytes == ledger.moved_bytes
+            assert set(expected) == {
+                name
+                for name, share in (("peer", memory), ("relay", relay), ("ram", 1 - memory - relay))
+                if share
+            }
+
+
+def test_everything_at_once_over_two_stages(reference):
+    """Each stage has a neighbour; the second one's is the device of the first."""
+    with load(
+        pipeline__split="2,3",
+        peer__devices="2,0",
+        peer__compute_fraction=0.25,
+        peer__memory_fraction=0.25,
+        peer__relay_fraction=0.25,
+        streaming__resident_fraction=0.25,
+        streaming__mode="whole",
+    ) as engine:
+        result = engine.prefill(IDS)
+        assert sha(result) == reference
+        for report in result.report.passes:
+            for ledger, layers in zip(report.ledgers, (2, 3), strict=True):
+                quarter = layers * EXPERTS // 8 * ITEM
+                assert ledger.moved_bytes == {"peer": quarter, "relay": quarter, "ram": 2 * quarter}
+
+
+def test_cold_owner_that_fails_is_named_and_the_next_prompt_is_right(reference, monkeypatch):
+    with load(peer__devices="1", peer__compute_fraction=0.5) as engine:
+        runner, calls = engine._stages[0].runner, itertools.count()
+        inner = runner.experts
+
+        def failing(*arguments):
+            if next(calls) == 5:
+                raise MemoryError("RESOURCE_EXHAUSTED: out of memory")
+            return inner(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "experts", failing)
+            with pytest.raises((MemoryError, StreamError), match="RESOURCE_EXHAUSTED"):
+                engine.prefill(IDS)
+        assert sha(engine.prefill(IDS)) == reference
+
+
+def test_neighbour_without_room_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        admission, "device_bytes", lambda device: 1 << (30 if device.id == 0 else 10)
+    )
+    with pytest.raises(PlanError, match=r"experts of config\.peer on .*1.* needs .* missing"):
+        load(peer__devices="1", peer__compute_fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"peer.devices": "0"}, r"device 0, which has the stage itself"),
+        ({"peer.devices": "99"}, r"device 99, expected 'cpu' or 0\.\.7"),
+        ({"peer.devices": "1,2"}, r"'1,2' for 1 stages, expected as many"),
+        ({"peer.devices": "gpu"}, r"'gpu' for 1 stages"),
+        ({"peer.compute_fraction": 0.5}, r"config\.peer\.devices names none"),
+        (
+            {"peer.devices": "1", "peer.memory_fraction": 0.7, "peer.relay_fraction": 0.4},
+            "at most 1 together",
+        ),
+        ({"peer.devices": "1", "peer.compute_fraction": 1.5}, "expected at most 1"),
+    ],
+)
+def test_mistakes_are_named(values, message):
+    with pytest.raises(ConfigError, match=message):
+        load(**values)
+
+
+def test_off_switch_is_no_device():
+    config = PeerConfig()
+    assert peers.cold_experts(config, 256) == 0
+    assert config.device(0, 1) is None
+    assert peers.divide(config, None, ((1, 2),)) is None
+    assert peers.path_count(config) == 1
+    assert RunConfig().peer == config
+
+
+def test_shares_are_cut_from_the_end_and_budgets_add_up():
+    config = PeerConfig("1", 0.29, 0.29, 0.5)
+    assert peers.cold_experts(config, 100) == 29
+    streamed = (tuple(range(100)), tuple(range(10)))
+    shares = peers.divide(config, "1", streamed)
+    assert [len(items) for items in shares.held] == [29, 2]
+    assert [len(items) for items in shares.relayed] == [50, 5]
+    found = peers.paths(streamed, "disk", shares)
+    assert {name: list(map(len, items)) for name, items in found.items()} == {
+        "peer": [29, 2],
+        "relay": [50, 5],
+        "disk": [21, 3],
+    }
+    assert sorted(itertools.chain(*(items[0] for items in found.values()))) == list(range(100))
+    least = 2 * live_bound(1) * 8
+    budgets = peers.budgets(found, 3 * least + 100, 8, 1)
+    assert budgets == {"peer": least + 29, "relay": least + 50, "disk": least + 21}
+    assert peers.budgets(found, None, 8, 1) == dict.fromkeys(found)
+    assert peers.budgets({"ram": streamed}, 77, 8, 1) == {"ram": 77}
+
+
+def test_price_of_a_neighbour():
+    model, numerics = CONFIG, RunConfig().numerics.resolve()
+    residency = streaming.even(LAYERS, EXPERTS, 0, elsewhere=4)
+    shares = peers.divide(PeerConfig("1", 0.5, 0.5, 0.25), "1", residency.streamed)
+    price = peers.price(model, numerics, CHUNK, residency, shares, ITEM, 1)
+    left = EXPERTS - 4
+    assert price.resident_bytes == LAYERS * (4 + left // 2) * ITEM
+    assert price.slab_bytes == live_bound(1) * (left // 4) * ITEM
+    assert price.workspace_bytes == admission.workspace_bytes(model, numerics, CHUNK)
