@@ -25,8 +25,8 @@ from ds4jax.checkpoint.state import (
     load_state,
     save_paused,
     save_state,
-)
     saved_bytes,
+)
 from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.engine import Engine, PrefillReport, PrefillResult
 from ds4jax.run_config import RunConfig
