@@ -1,5 +1,6 @@
 """The engine: loads a checkpoint and reads prompts chunk by chunk into logits and state."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -32,7 +33,7 @@ from ds4jax.checkpoint.source import TensorSource
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.plan import Plan, make_plan
-from ds4jax.run_config import RunConfig, SyntheticConfig
+from ds4jax.run_config import RunConfig, SyntheticConfig, leaves
 from ds4jax.runner import COMPILED, LogProbs, Runner, tiles
 from ds4jax.stages import Piece, Stage, load_stages, merge_reports
 from ds4jax.text import PromptError
@@ -41,6 +42,16 @@ from sharding import pipeline
 SYNTHETIC = "synthetic:"
 SMALL_ROW_SHAPES = (128, 1024)  # what short chunks are padded to instead of chunk_tokens
 FIRST_CAPACITY = 8192  # tokens; state buffers grow from here by factors of 4
+
+# What another engine on the same weights may change, see `Engine.reconfigured`.
+_OF_A_RUN = frozenset(
+    (
+        "config.numerics.preset",
+        "config.numerics.compute",
+        "config.numerics.simulate",
+        "config.streaming.mode",
+    )
+)
 
 # Takes named rows as they are made: "logits", or "logprobs", "top_logprobs" and "top_tokens".
 Sink = Callable[[str, np.ndarray], None]
@@ -228,6 +239,30 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def can_run(self, config: RunConfig) -> bool:
+        """Whether `reconfigured` takes `config`."""
+        changed = {
+            leaf.key for leaf in leaves() if _leaf(config, leaf.key) != _leaf(self.config, leaf.key)
+        }
+        return changed <= _OF_A_RUN and config.numerics.resolve().dtype == self.numerics.dtype
+
+    def reconfigured(self, config: RunConfig) -> "Engine":
+        """Another engine on the same weights, to be used in turns with this one.
+
+        Raises ConfigError when more than roundings and how experts are asked for would change.
+        Closing one of them closes both.
+        """
+        if not self.can_run(config):
+            raise ConfigError(
+                "the engine cannot run this configuration on its weights: expected one that "
+                f"differs in {', '.join(sorted(_OF_A_RUN))} only, with the same compute dtype"
+            )
+        other = copy.copy(self)
+        other.config, other.numerics = config, config.numerics.resolve()
+        other._stages = [stage.reconfigured(other.numerics, config) for stage in self._stages]
+        other._shapes_seen = set()
+        return other
 
     def close(self) -> None:
         """Lets go of the weights; using the engine afterwards raises RuntimeError."""
@@ -842,6 +877,11 @@ def as_run_config(
     if isinstance(config, Mapping):
         return RunConfig().replace(config)
     return RunConfig.from_toml(config)
+
+
+def _leaf(config: RunConfig, key: str) -> Any:
+    """The value of a dotted key."""
+    return functools.reduce(getattr, key.split(".")[1:], config)
 
 
 def open_source(

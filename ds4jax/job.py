@@ -93,7 +93,7 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
                 f"after {read} tokens; nothing was written (config.prefill.save_state keeps the "
                 "state of a stopped run)"
             )
-        result = _run_record(job, engine, prompts, reports, writers.complete(), interrupted)
+        result = run_record(job, engine, prompts, reports, writers.complete(), interrupted)
         _write_accounts(folder, engine, reports, result)
         report.write_json(folder / report.RUN_FILE, result)
         return result
@@ -239,7 +239,7 @@ def _output_bytes(config: RunConfig, model_config: ModelConfig, prompts: list[Pr
     return total
 
 
-def _run_record(
+def run_record(
     job: PrefillJob,
     engine: Engine,
     prompts: list[Prompt],

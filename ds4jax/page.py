@@ -24,6 +24,8 @@ COLORS = {
     "stall": "#d64545",
     "dispatch": "#9aa3ad",
 }
+FLOOR = "#1d2733"
+LINES = ("#2f6fde", "#d6762b", "#2c9c69", "#8a63d2", "#d64545")
 USES = {
     "weights_bytes": ("weights", "#5b6c7d"),
     "resident_bytes": ("experts that stay", "#2c9c69"),
@@ -72,6 +74,7 @@ def render(
         _bytes(record["streaming"]),
         _rate(chunks, record["prompts"]),
         _memory(record),
+        _ops(record),
         _layers(record, layer_seconds),
         _waits(record["streaming"]),
         _settings(record),
@@ -270,6 +273,77 @@ def _memory(record: Mapping[str, Any]) -> str:
         "<p></p>",
         _table(("planned bytes", *(stage["device"] for stage in stages)), rows),
     )
+
+
+def _ops(record: Mapping[str, Any]) -> str:
+    """Where the run was traced: the time of each op beside the least that the device needs."""
+    if not (ops := record.get("ops")):
+        return ""
+    height, gap = 26, 8
+    scale = (WIDTH - LEFT - RIGHT) / max(*(row["seconds"] for row in ops), 1e-9)
+    shapes = []
+    for number, row in enumerate(ops):
+        top, floor = number * (height + gap), row["floor_s"] or 0.0
+        told = f"{row['op']}: {1e3 * row['seconds']:.2f} ms"
+        shapes.append(f'<text x="0" y="{top + height / 2 + 4}">{_text(row["op"])}</text>')
+        width = max(row["seconds"] * scale, 0.5)
+        shapes.append(_box(LEFT, top, width, height, COLORS["compute"], told))
+        if floor:
+            # A floor above the time would be a mistake in one of them: it is drawn to the edge.
+            width = min(floor * scale, WIDTH - LEFT - RIGHT)
+            told = f"{row['op']}: floor {1e3 * floor:.2f} ms"
+            shapes.append(_box(LEFT, top + height / 3, width, height / 3, FLOOR, told))
+    bottom = len(ops) * (height + gap)
+    shapes += _ticks(0, 1e3 * max(row["seconds"] for row in ops), bottom, "ms")
+    rows = [
+        (
+            row["op"],
+            f"{1e3 * row['seconds']:.2f}",
+            "" if row["floor_s"] is None else f"{1e3 * row['floor_s']:.2f}",
+            "" if row["share_of_floor"] is None else f"{100 * row['share_of_floor']:.0f} %",
+        )
+        for row in ops
+    ]
+    return _section(
+        "Time by op",
+        "Device time of the programs of a traced run. The floor is the larger of a program's "
+        "operations and its bytes at the best rates measured on an H200, bfloat16 products.",
+        _key((("measured", COLORS["compute"]), ("floor", FLOOR))),
+        _svg(shapes, bottom + 26),
+        "<p></p>",
+        _table(("op", "ms", "floor, ms", "share"), rows),
+    )
+
+
+def frontier(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """A picture of rates (tokens/s) over prompt lengths, one line for each name, as SVG text."""
+    points = [point for line in lines.values() for point in line]
+    most = 1.08 * max((rate for _, rate in points), default=1.0)
+    first = math.log2(min((tokens for tokens, _ in points), default=1))
+    last = math.log2(max((tokens for tokens, _ in points), default=2))
+    height, step = 300, (WIDTH - LEFT - RIGHT - 80) / max(last - first, 1.0)
+
+    def place(tokens: int) -> float:
+        return LEFT + 40 + (math.log2(tokens) - first) * step
+
+    shapes = [*_grid(most, height, "tokens/s"), f'<text x="0" y="{height + 16}">tokens</text>']
+    for tokens in sorted({tokens for tokens, _ in points}):
+        middle = f'x="{place(tokens):.1f}" y="{height + 16}" text-anchor="middle"'
+        shapes.append(f"<text {middle}>{tokens:,}</text>")
+    for number, (name, line) in enumerate(lines.items()):
+        color = LINES[number % len(LINES)]
+        own = sorted(line)
+        path = " ".join(f"{place(x):.1f},{height * (1 - y / most):.1f}" for x, y in own)
+        shapes.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        for x, y in own:
+            shapes.append(
+                f'<circle cx="{place(x):.1f}" cy="{height * (1 - y / most):.1f}" r="4" '
+                f'fill="{color}"><title>{_text(name)}, {x:,} tokens: {_number(y)} tokens/s</title>'
+                "</circle>"
+            )
+        shapes.append(_box(LEFT, height + 30 + 18 * number, 11, 11, color))
+        shapes.append(f'<text x="{LEFT + 18}" y="{height + 40 + 18 * number}">{_text(name)}</text>')
+    return _svg(shapes, height + 36 + 18 * len(lines))
 
 
 def _layers(record: Mapping[str, Any], layer_seconds: Sequence[float]) -> str:

@@ -6,6 +6,7 @@ times the row shapes and state capacities in use. Streams and states are donated
 in place; expert slabs are call arguments, so that where a slab comes from is the caller's choice.
 """
 
+import copy
 import dataclasses
 import functools
 import threading
@@ -150,6 +151,12 @@ class Runner:
             )
             for layer, block in blocks.items()
         }
+
+    def with_numerics(self, numerics: Numerics) -> "Runner":
+        """The same weights under another numerics setting."""
+        other = copy.copy(self)
+        other.numerics = numerics
+        return other
 
     def expert_tables(self) -> dict[int, np.ndarray]:
         """On the host: the experts [V, k] of every token id, for those layers that hash ids."""

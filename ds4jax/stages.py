@@ -4,6 +4,7 @@ A stage keeps the layer states of the sequences that are being read. What passes
 is only the streams; a micro-batch is at one stage at a time, several of them are under way.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,7 @@ from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import Numerics
 from ds4jax.experts import ExpertPool
 from ds4jax.plan import Plan
-from ds4jax.run_config import StreamingConfig
+from ds4jax.run_config import RunConfig, StreamingConfig
 from ds4jax.runner import Runner
 
 
@@ -59,6 +60,13 @@ class Stage:
     def layers(self) -> range:
         """The layers of the model that are here."""
         return self.plan.layers
+
+    def reconfigured(self, numerics: Numerics, config: RunConfig) -> "Stage":
+        """The same weights under another setting; see `Engine.reconfigured`."""
+        other = copy.copy(self)
+        other.runner, other.states = self.runner.with_numerics(numerics), {}
+        other.options = config.streaming
+        return other
 
     def take_state(self, sequence: int) -> tuple[LayerState, ...]:
         """The states of a sequence, which the stage forgets."""

@@ -9,9 +9,7 @@ inputs and outputs once) at the rates of an H200. `--trace` adds the time of eve
 layers, from the profiler. The folder gets layers.json; the table goes to stderr.
 """
 
-import collections
 import dataclasses
-import os
 import statistics
 import sys
 import tempfile
@@ -26,11 +24,10 @@ import numpy as np
 from absl import flags
 
 from ds4jax import admission, report
-from ds4jax.bench import manifest
-from ds4jax.bench.prefill import whole_numbers
+from ds4jax.bench import manifest, ops
 from ds4jax.cache import Chunk, LayerState, empty_state, make_chunk
 from ds4jax.checkpoint import load as loading
-from ds4jax.checkpoint.synthetic import SyntheticSource
+from ds4jax.checkpoint.synthetic import SyntheticSource, prompt_ids
 from ds4jax.cli import common
 from ds4jax.config import ModelConfig, Numerics
 from ds4jax.costs import PARTS, work
@@ -136,27 +133,6 @@ def random_state(state: LayerState, seed: int) -> LayerState:
     return jax.tree.unflatten(tree, made)
 
 
-def kernel_seconds(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Device seconds and calls by kernel name, longest first, from a trace of the profiler."""
-    totals: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0])
-    for path in sorted(Path(folder).rglob("*.xplane.pb")):
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    total = totals[event.name]
-                    total[0] += event.duration_ns / 1e9
-                    total[1] += 1
-    rows = [
-        {"kernel": name, "seconds": seconds, "calls": int(calls)}
-        for name, (seconds, calls) in totals.items()
-    ]
-    return sorted(rows, key=lambda row: -row["seconds"])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     return common.exit_code(_bench, argv)
@@ -181,7 +157,7 @@ def _bench(argv: Sequence[str]) -> int:
     flags.DEFINE_bool("trace", False, "Time every kernel as well.", flag_values=flag_values)
     common.parse_flags(flag_values, argv, __doc__ or "")
     given: Mapping[str, Any] = flag_values.flag_values_dict()
-    positions = whole_numbers("positions", given["positions"], least=0)
+    positions = common.whole_numbers("positions", given["positions"], least=0)
     out_dir = Path(common.require_flag(flag_values, "out_dir"))
     config = config_from_flags(flag_values, {})
     with report.disk_errors(out_dir):
@@ -227,7 +203,7 @@ def measure(
     bench: Bench, tokens: int, positions: Sequence[int], repeats: int
 ) -> Iterator[dict[str, Any]]:
     """A row for every layer and position: seconds and work of its parts, chunks of `tokens`."""
-    ids = manifest.synthetic_ids(tokens, bench.config.vocab_size)
+    ids = prompt_ids(tokens, bench.config.vocab_size, "uniform")
     for position in positions:
         capacity = max(8192, position + tokens)
         states = empty_state(bench.config, bench.runner.numerics, capacity).layers
@@ -257,7 +233,7 @@ def _traced(bench: Bench) -> list[dict[str, Any]]:
         with jax.profiler.trace(folder):
             for call in bench.again:
                 jax.block_until_ready(call())
-        return kernel_seconds(folder)
+        return ops.kernel_seconds(folder)
 
 
 def table(row: Mapping[str, Any]) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from ds4jax import report
 from ds4jax.run_config import RunConfig
@@ -29,11 +28,6 @@ def manifest(config: RunConfig, checkpoint: str, device: jax.Device) -> dict[str
         "config_sha256": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(),
         "bench_sha256": _scripts_hash(),
     }
-
-
-def synthetic_ids(tokens: int, vocabulary: int) -> np.ndarray:
-    """Token ids, i32 [tokens], uniform and always the same; shorter ones are prefixes."""
-    return np.random.default_rng(0).integers(0, vocabulary, tokens, np.int32)
 
 
 def spread(seconds: Sequence[float]) -> float:

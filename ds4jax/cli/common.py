@@ -94,6 +94,20 @@ def require_flag(flag_values: flags.FlagValues, name: str) -> str:
     return value
 
 
+def whole_numbers(flag: str, values: Sequence[str], *, least: int = 1) -> list[int]:
+    """The values of a list flag as integers; raises UsageError."""
+    try:
+        numbers = [int(value) for value in values]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise UsageError(
+            f"--{flag} is {','.join(values)!r}, expected whole numbers of at least {least}, "
+            "comma separated"
+        )
+    return numbers
+
+
 def print_result(result: Mapping[str, Any]) -> None:
     """The result of a command: one line of JSON, the last one on stdout."""
     print(json.dumps(result, ensure_ascii=False), flush=True)

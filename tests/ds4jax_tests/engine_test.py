@@ -291,3 +291,23 @@ def test_configuration_comes_in_four_forms(tmp_path):
 def test_more_top_logprobs_than_tokens_are_refused():
     with pytest.raises(ConfigError, match=r"top_logprobs is 265, expected at most .* 264"):
         load(prefill__top_logprobs=265)
+
+
+def test_weights_serve_another_configuration():
+    """Roundings and the mode of streaming change without loading; the rest is refused."""
+    config = RunConfig().replace({"prefill.chunk_tokens": 128})
+    with ds4jax.load("synthetic:tiny", config) as engine:
+        ids = np.arange(20)
+        first = engine.prefill(ids).logits
+        changed = config.replace({"numerics.preset": "bfloat16"})
+        other = engine.reconfigured(changed)
+        logits = other.prefill(ids).logits
+        np.testing.assert_array_equal(engine.prefill(ids).logits, first)
+        refused = config.replace({"prefill.chunk_tokens": 64})
+        assert not engine.can_run(refused)
+        with pytest.raises(ConfigError, match=r"differs in config\.numerics\.compute, "):
+            engine.reconfigured(refused)
+        assert not engine.can_run(config.replace({"numerics.preset": "oracle"}))
+    with ds4jax.load("synthetic:tiny", changed) as fresh:
+        np.testing.assert_array_equal(fresh.prefill(ids).logits, logits)
+    assert not np.array_equal(first, logits)

@@ -203,3 +203,19 @@ def test_axes_have_round_values(most, expected):
 )
 def test_numbers_have_three_digits(value, text):
     assert page._number(value) == text
+
+
+def test_ops_are_drawn_against_their_floors_where_a_run_was_traced():
+    assert "Time by op" not in render(record())
+    rows = [
+        {"op": "experts", "seconds": 0.3, "floor_s": 0.15, "share_of_floor": 0.5},
+        {"op": "other", "seconds": 0.1, "floor_s": None, "share_of_floor": None},
+    ]
+    text = render(record(ops=rows))
+    assert {"experts: 300.00 ms", "experts: floor 150.00 ms", "other: 100.00 ms"} <= set(
+        titles(text)
+    )
+    assert "<td>experts</td><td>300.00</td><td>150.00</td><td>50 %</td>" in text
+    parser = Balance()
+    parser.feed(text)
+    assert parser.open == []
