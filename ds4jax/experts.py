@@ -109,7 +109,9 @@ def layer_maker(
     """
 
     def fill(layer: int, items: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
-        for first in range(0, len(items), MADE_EXPERTS):
+        for begin in range(0, len(items), MADE_EXPERTS):
+            # The last group goes over experts of the one before, so that shapes stay few.
+            first = min(begin, max(len(items) - MADE_EXPERTS, 0))
             chosen = items[first : first + MADE_EXPERTS]
             slab = maker.slab(first_layer + layer, chosen)
             for (_, made), array in zip(_fields(slab), arrays, strict=True):
