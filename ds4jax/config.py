@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import enum
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -116,24 +117,34 @@ class ModelConfig:
                 near = difflib.get_close_matches(field.name, list(source), n=1)
                 hint = f"; did it get renamed to {near[0]}?" if near else ""
                 raise ConfigError(f"{where}: key {field.name} is missing{hint}")
+        if not isinstance(values["compress_ratios"], list | tuple):
+            raise ConfigError(
+                f"{where}: compress_ratios is {values['compress_ratios']!r}, expected a list with "
+                "one integer per layer"
+            )
         values["compress_ratios"] = tuple(values["compress_ratios"])
         values["rope_scaling"] = _rope_scaling(values["rope_scaling"], where)
-        for field in dataclasses.fields(cls):
-            _check_number(field, values.get(field.name, field.default), where)
+        _require_blocks(source.get("quantization_config"), where)
         config = cls(**values)
         config.validate(where)
         return config
 
     def validate(self, where: str = "config") -> None:
-        """Raises ConfigError when fields contradict each other."""
+        """Raises ConfigError for values that no model has and for fields that contradict."""
+        for field in dataclasses.fields(self):
+            _check_number(field, getattr(self, field.name), f"{where}: {field.name}")
+        for field in dataclasses.fields(self.rope_scaling):
+            value = getattr(self.rope_scaling, field.name)
+            _check_number(field, value, f"{where}: rope_scaling.{field.name}")
         if len(self.compress_ratios) < self.num_hidden_layers:
             raise ConfigError(
                 f"{where}: compress_ratios has {len(self.compress_ratios)} values for "
                 f"{self.num_hidden_layers} layers: expected at least one per layer"
             )
-        if any(isinstance(r, bool) or not isinstance(r, int) or r < 0 for r in self.layer_ratios):
+        if any(type(r) is not int or not 0 <= r <= _LARGEST for r in self.compress_ratios):
             raise ConfigError(
-                f"{where}: compress_ratios {list(self.compress_ratios)} must be integers >= 0"
+                f"{where}: compress_ratios is {list(self.compress_ratios)}, expected integers from "
+                f"0 to {_LARGEST}"
             )
         for name, value, divisor in (
             ("num_attention_heads", self.num_attention_heads, self.o_groups),
@@ -141,20 +152,34 @@ class ModelConfig:
         ):
             if value % divisor:
                 raise ConfigError(f"{where}: {name} is {value}, expected a multiple of {divisor}")
-        if self.qk_rope_head_dim > min(self.head_dim, self.index_head_dim):
-            raise ConfigError(
-                f"{where}: qk_rope_head_dim is {self.qk_rope_head_dim}, expected at most head_dim "
-                f"{self.head_dim} and index_head_dim {self.index_head_dim}"
-            )
+        for name, value, limit_name in (
+            ("qk_rope_head_dim", self.qk_rope_head_dim, "head_dim"),
+            ("qk_rope_head_dim", self.qk_rope_head_dim, "index_head_dim"),
+            ("num_experts_per_tok", self.num_experts_per_tok, "n_routed_experts"),
+            ("bos_token_id", self.bos_token_id + 1, "vocab_size"),
+            ("eos_token_id", self.eos_token_id + 1, "vocab_size"),
+        ):
+            limit = getattr(self, limit_name)
+            if value > limit:
+                bound = "less than" if name.endswith("_id") else "at most"
+                raise ConfigError(
+                    f"{where}: {name} is {getattr(self, name)}, expected {bound} {limit_name} "
+                    f"{limit}"
+                )
         if self.index_head_dim & (self.index_head_dim - 1):
             raise ConfigError(
                 f"{where}: index_head_dim is {self.index_head_dim}, expected a power of two "
                 "(the indexer applies a Hadamard transform)"
             )
-        if self.num_experts_per_tok > self.n_routed_experts:
+        for name in ("rope_theta", "compress_rope_theta"):
+            if getattr(self, name) <= 1:
+                raise ConfigError(
+                    f"{where}: {name} is {getattr(self, name)}, expected a number above 1"
+                )
+        if self.rope_scaling.beta_slow > self.rope_scaling.beta_fast:
             raise ConfigError(
-                f"{where}: num_experts_per_tok is {self.num_experts_per_tok}, expected at most "
-                f"n_routed_experts {self.n_routed_experts}"
+                f"{where}: rope_scaling.beta_slow is {self.rope_scaling.beta_slow}, expected at "
+                f"most beta_fast {self.rope_scaling.beta_fast}"
             )
 
     @property
@@ -222,17 +247,34 @@ def _rope_scaling(value: Any, where: str) -> RopeScaling:
     return RopeScaling(**{name: value[name] for name in names})
 
 
-_MAY_BE_ZERO = ("num_hash_layers", "num_nextn_predict_layers")
+def _require_blocks(value: Any, where: str) -> None:
+    """Another grid of scales than the released one is another format, not a broken file."""
+    block = value.get("weight_block_size", [128, 128]) if isinstance(value, Mapping) else [128, 128]
+    if block != [128, 128]:
+        raise ConfigError(
+            f"{where}: quantization_config.weight_block_size is {block!r}, only [128, 128] is "
+            "implemented"
+        )
 
 
-def _check_number(field: dataclasses.Field, value: Any, where: str) -> None:
-    if field.type in (int, float):
-        number = isinstance(value, (int,) if field.type is int else (int, float))
-        minimum_zero = field.name.endswith("_id") or field.name in _MAY_BE_ZERO
-        if isinstance(value, bool) or not number or (value < 0 if minimum_zero else value <= 0):
-            raise ConfigError(
-                f"{where}: {field.name} is {value!r}, expected a positive {field.type.__name__}"
-            )
+_MAY_BE_ZERO = ("num_hash_layers", "num_nextn_predict_layers", "bos_token_id", "eos_token_id")
+_LARGEST = 2**31 - 1  # positions and ids are int32
+
+
+def _check_number(field: dataclasses.Field, value: Any, what: str) -> None:
+    if field.type not in (int, float):
+        return
+    number = isinstance(value, int if field.type is int else (int, float))
+    least = 0 if field.name in _MAY_BE_ZERO else 1
+    wanted = "a number above 0" if field.type is float else f"an integer from {least} to {_LARGEST}"
+    if isinstance(value, bool) or not number:
+        fits = False
+    elif field.type is int:
+        fits = least <= value <= _LARGEST
+    else:
+        fits = 0 < value < math.inf
+    if not fits:
+        raise ConfigError(f"{what} is {value!r}, expected {wanted}")
 
 
 SIMULATIONS = ("q1", "q2", "q3")

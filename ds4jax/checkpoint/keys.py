@@ -354,6 +354,13 @@ def check_complete(source: TensorSource) -> Contents:
     if image:
         skipped.append(f"ffn.gate.bias_vl (image routing bias, {len(image)} tensors): text only")
     expert_format = comparison.finish("checkpoint", {*draft, *image})
+    for field in ("hidden_size", "moe_intermediate_size"):
+        width = getattr(source.config, field)
+        if expert_format == "fp4" and width % FP4_BLOCK:
+            raise CheckpointError(
+                f"{field} of config.json is {width}, expected a multiple of {FP4_BLOCK} as the "
+                f"experts are FP4 with a scale for {FP4_BLOCK} inputs each"
+            )
     return Contents(expert_format, tuple(skipped))
 
 

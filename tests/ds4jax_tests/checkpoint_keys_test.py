@@ -14,6 +14,7 @@ import pytest
 from ds4jax import model, mtp, testing
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.source import CheckpointError, TensorInfo, TensorSource
+from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ModelConfig
 from ds4jax.quant import QTensor
 
@@ -337,6 +338,12 @@ def test_unknown_names_count_as_other():
     infos = {"layers.0.novelty": TensorInfo("F32", (2,)), "mtp.1.x": TensorInfo("U8", (3,))}
     sizes = keys.component_sizes(infos)
     assert {name: size.nbytes for name, size in sizes.items()} == {"mtp.1": 3, "other": 8}
+
+
+def test_widths_that_fp4_cannot_hold_are_refused():
+    config = dataclasses.replace(TINY, moe_intermediate_size=48)
+    with pytest.raises(CheckpointError, match=r"moe_intermediate_size .* is 48, expected a multip"):
+        keys.check_complete(SyntheticSource(config, 0))
 
 
 def test_expert_format_of_an_odd_dtype_is_refused():
