@@ -14,7 +14,8 @@ import numpy as np
 import streaming
 from ds4jax import events
 from ds4jax.passes import PassReport
-from ds4jax.plan import Plan
+from ds4jax.plan import Plan, RunPlan
+from ds4jax.rows import Prompts
 
 # Amounts of a ledger that add up over passes and stages.
 _SUMS = (
@@ -198,24 +199,46 @@ def usage_counts(passes: Sequence[PassReport]) -> np.ndarray:
 
 
 def plan_error(
-    plans: Sequence[Plan], passes: Sequence[PassReport], peak_bytes: int | None
+    plans: Sequence[Plan],
+    passes: Sequence[PassReport],
+    peak_bytes: int | None,
+    *,
+    run_plan: RunPlan | None = None,
+    spans: Sequence[tuple[int, int]] = (),
+    seconds: float = 0.0,
 ) -> dict[str, Any]:
     """How far the plan was from what happened; None where it is not known.
 
-    moved    bytes moved minus those predicted; where the router decides, minus the bound
-    device   peak of the device's memory minus the price of the plan
+    run_plan  what the run was planned to take, if it was read to its end in one process
+    spans     (first position, tokens) of each sequence that was read, in `seconds`
+
+    time      seconds minus those predicted, as a share of these; a first run compiles as well
+    moved     bytes moved minus those predicted; where the router decides, minus the bound
+    device    peak of the devices' memory minus the price of the plans
     """
     ledgers = [ledger for part in passes for ledger in part.ledgers]
     predicted = sum(ledger.predicted.most_bytes for ledger in ledgers)
+    expected = None if run_plan is None else run_plan.predict(Prompts(tuple(spans)))
+    exact = all(ledger.predicted.exact for ledger in ledgers)
+    if expected is not None and expected.exact and exact:
+        # Known before anything ran, whereas the ledgers' bound follows the passes that there were.
+        predicted = sum(expected.moved_bytes.values())
     moved = sum(ledger.total_bytes for ledger in ledgers)
     price = sum(plan.price.total_bytes for plan in plans)
     return {
+        "predicted_s": _rounded(None if expected is None else expected.seconds),
+        "predicted_compute_s": _rounded(None if expected is None else expected.compute_s),
+        "predicted_copy_s": _rounded(None if expected is None else expected.copy_s),
+        "predicted_bubble_s": _rounded(None if expected is None else expected.bubble_s),
+        "measured_s": _rounded(seconds),
+        "time_error": None if expected is None else _rounded(seconds / expected.seconds - 1),
         "predicted_moved_bytes": predicted,
         "moved_bytes": moved,
         "moved_error_bytes": moved - predicted,
         "predicted_device_bytes": price,
         "peak_device_bytes": peak_bytes,
         "device_error_bytes": None if peak_bytes is None else peak_bytes - price,
+        "device_error": None if peak_bytes is None else _rounded(peak_bytes / price - 1),
     }
 
 

@@ -31,6 +31,7 @@ class Price:
     state_bytes        what layers remember of one sequence
     micro_batch_bytes  activations of the chunks that pass through the layers together
     workspace_bytes    activations within a layer
+    handoff_bytes      micro-batches that wait before and behind a stage
     """
 
     weights_bytes: int
@@ -39,6 +40,7 @@ class Price:
     resident_bytes: int = 0
     slab_bytes: int = 0
     micro_batch_bytes: int = 0
+    handoff_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -65,19 +67,47 @@ def price(
     )
 
 
-def workspace_bytes(config: ModelConfig, numerics: Numerics, rows: int) -> int:
-    """Upper estimate of activation bytes of the most demanding layer part with `rows` rows."""
+def workspace_bytes(
+    config: ModelConfig,
+    numerics: Numerics,
+    rows: int,
+    chunks: int = 1,
+    temporaries: Mapping[str, int] | None = None,
+) -> int:
+    """Activation bytes of the most demanding layer part with `rows` rows.
+
+    chunks       of a micro-batch; several of them have their streams apart from the workspace
+    temporaries  what the programs of attend, route, experts and finish allocate, where it was
+                 measured; an upper estimate from the sizes of the largest activations without
+    """
     width = numerics.dtype.itemsize
     streams = rows * config.hc_mult * config.hidden_size * width
     heads = rows * config.num_attention_heads * config.head_dim * width
     slots = rows * config.num_experts_per_tok * config.hidden_size * width
-    # Queries, rotated queries and outputs; or slots with gate, up and hidden of every slot.
-    attention = 4 * heads
-    experts = slots + 3 * rows * config.num_experts_per_tok * config.moe_intermediate_size * 4
-    # One matrix at a time is expanded to the compute dtype.
+    # Normed inputs; ids and weights; what the hyper-connection needs to finish.
+    maps = config.hc_mult * (config.hc_mult + 1)
+    routing = rows * (config.hidden_size * width + config.num_experts_per_tok * 8 + maps * 4)
+    # Queries, rotated queries and outputs. One matrix at a time is expanded to the compute dtype.
     matrix = config.num_attention_heads * config.head_dim * config.q_lora_rank * width
+    estimates = {
+        "attend": 7 * heads // 2 + matrix,
+        "route": 2 * rows * config.n_routed_experts * 4,
+        # Gate, up and hidden of every slot.
+        "experts": 3 * rows * config.num_experts_per_tok * config.moe_intermediate_size * 4,
+        "finish": streams,
+    }
+    temp = {**estimates, **(temporaries or {})}
     head = min(rows, HEAD_ROWS) * config.vocab_size * 4
-    return 3 * streams + max(attention + matrix, experts, head) + _RUNTIME_BYTES
+    # While a chunk attends, what the one before it was routed to is still there.
+    before = routing + slots if chunks > 1 else 0
+    parts = (
+        temp["attend"] + before,
+        temp["route"] + routing,
+        temp["experts"] + routing + slots,
+        temp["finish"] + routing + slots,
+        head,
+    )
+    return (streams if chunks == 1 else 0) + max(parts) + _RUNTIME_BYTES
 
 
 def device_bytes(device: jax.Device) -> int:
@@ -115,30 +145,48 @@ def admit(needed: Price, device: jax.Device, what: str) -> int:
 
 
 def require(needed: Price, available: int, device: jax.Device, what: str) -> None:
-    """Raises PlanError when `needed` exceeds `available` bytes.
+    """Raises PlanError when `needed` exceeds `available` bytes."""
+    if needed.total_bytes > available:
+        raise PlanError(shortage(needed, available, device, what))
+
+
+def shortage(
+    needed: Price, available: int, device: jax.Device | None, what: str, settings: str = ""
+) -> str:
+    """What to say where `needed` exceeds `available` bytes.
 
     When JAX's own share of the GPU is what is too small, the message says how to raise it.
+
+    device    None where it is not of this machine
+    settings  that would fit, in words; general advice without them
     """
     missing = needed.total_bytes - available
-    if missing <= 0:
-        return
-    kind = "this machine's memory" if device.platform == "cpu" else device.device_kind
+    kind = "the device"
+    if device is not None:
+        kind = "this machine's memory" if device.platform == "cpu" else device.device_kind
     parts = {
         "weights": needed.weights_bytes + needed.resident_bytes,
         "state": needed.state_bytes,
-        "workspace": needed.workspace_bytes + needed.micro_batch_bytes + needed.slab_bytes,
+        "workspace": needed.workspace_bytes
+        + needed.micro_batch_bytes
+        + needed.handoff_bytes
+        + needed.slab_bytes,
     }
     listed = ", ".join(f"{name} {_size(count)}" for name, count in parts.items())
-    raise PlanError(
+    return (
         f"{what} needs {_size(needed.total_bytes)} ({listed}); {kind} has {_size(available)} free: "
-        f"{_size(missing)} are missing. " + _remedy(needed, available, device, os.environ)
+        f"{_size(missing)} are missing. " + _remedy(needed, available, device, settings, os.environ)
     )
 
 
 def _remedy(
-    needed: Price, available: int, device: jax.Device, environment: Mapping[str, str]
+    needed: Price,
+    available: int,
+    device: jax.Device | None,
+    settings: str,
+    environment: Mapping[str, str],
 ) -> str:
-    if device.platform != "cpu":
+    if device is not None and device.platform != "cpu":
         fraction = float(environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _DEFAULT_FRACTION))
         whole = int(device.memory_stats()["bytes_limit"] / fraction)
         if needed.total_bytes <= whole * 0.95:
@@ -147,6 +195,8 @@ def _remedy(
                 f"JAX has taken {fraction:.0%} of the GPU's {_size(whole)}: set "
                 f"XLA_PYTHON_CLIENT_MEM_FRACTION={share} (and end other programs on this GPU)"
             )
+    if settings:
+        return settings
     if needed.weights_bytes + needed.resident_bytes > available:
         return "The weights alone do not fit: use a device with more memory or a smaller model"
     return (

@@ -32,7 +32,8 @@ from ds4jax.checkpoint.safetensors import open_checkpoint
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError, ModelConfig
-from ds4jax.plan import Plan, make_plan
+from ds4jax.costs import row_shapes
+from ds4jax.plan import Plan, RunPlan, plan_local
 from ds4jax.run_config import RunConfig, SyntheticConfig, leaves
 from ds4jax.runner import COMPILED, LogProbs, Runner, tiles
 from ds4jax.stages import Piece, Stage, load_stages, merge_reports
@@ -40,7 +41,6 @@ from ds4jax.text import PromptError
 from sharding import pipeline
 
 SYNTHETIC = "synthetic:"
-SMALL_ROW_SHAPES = (128, 1024)  # what short chunks are padded to instead of chunk_tokens
 FIRST_CAPACITY = 8192  # tokens; state buffers grow from here by factors of 4
 
 # What another engine on the same weights may change, see `Engine.reconfigured`.
@@ -204,7 +204,9 @@ class Engine:
         available_bytes: int,
         load_seconds: float,
         fingerprint: str,
+        run_plan: RunPlan | None = None,
     ):
+        self.run_plan = run_plan
         self.model_config: ModelConfig = stages[0].runner.config
         self.numerics = stages[0].runner.numerics
         self.config = config
@@ -777,7 +779,7 @@ def load(
     checkpoint: str | PathLike[str] | TensorSource,
     config: RunConfig | Mapping[str, Any] | str | PathLike[str] | None = None,
     *,
-    prompt_tokens: int | None = None,
+    prompt_tokens: int | Sequence[int] | None = None,
     device: jax.Device | None = None,
     on_event: events.Observer = events.ignore,
 ) -> Engine:
@@ -786,8 +788,9 @@ def load(
     checkpoint     a folder, "synthetic:NAME" (see `open_source`), or an open source
     config         a RunConfig, a TOML file, dotted overrides such as
                    {"prefill.chunk_tokens": 1024}, or None for the defaults
-    prompt_tokens  the longest sequence that is going to be read, when known; with it a state that
-                   does not fit is refused now instead of at the prompt
+    prompt_tokens  of the longest sequence that is going to be read, or of all of them, when known:
+                   the plan is made for these, and a state that does not fit is refused now
+                   instead of at the prompt
 
     Nothing large is read or allocated before the checkpoint is known to be complete and the run
     to fit. Raises CheckpointError, ConfigError or PlanError.
@@ -802,7 +805,7 @@ def load(
 def _load(
     source: TensorSource,
     run_config: RunConfig,
-    prompt_tokens: int | None,
+    prompt_tokens: int | Sequence[int] | None,
     device: jax.Device | None,
     on_event: events.Observer,
 ) -> Engine:
@@ -813,16 +816,13 @@ def _load(
             f"config.prefill.top_logprobs is {run_config.prefill.top_logprobs}, expected at most "
             f"the vocabulary size {model_config.vocab_size}"
         )
-    split = run_config.pipeline.stages(model_config.num_hidden_layers)
     local = jax.local_devices() if device is None else [device]
-    devices = [local[index] for index in run_config.pipeline.device_indices(len(split), len(local))]
     keys.check_complete(source)
+    prompts = [prompt_tokens] if isinstance(prompt_tokens, int) else list(prompt_tokens or ())
+    capacity = capacity_tokens(run_config, model_config, max(prompts, default=1))
+    run_plan = plan_local(source, run_config, local, prompts, capacity)
+    plans, devices = list(run_plan.stages), [local[place] for place in run_plan.places]
     available = sum(admission.device_bytes(each) for each in set(devices))
-    capacity = capacity_tokens(run_config, model_config, prompt_tokens or 1)
-    plans = [
-        make_plan(source, run_config, each, prompt_tokens, capacity, layers, devices.count(each))
-        for layers, each in zip(split, devices, strict=True)
-    ]
     _require_peers(source, run_config, plans, devices)
     total = sum(plan.price.weights_bytes for plan in plans) + keys.expert_bytes(
         model_config, source.infos()
@@ -832,9 +832,8 @@ def _load(
         on_event(events.WeightsLoaded(done, total, time.perf_counter() - began))
 
     loaded = load_stages(source, plans, devices, numerics, run_config.streaming, on_bytes)
-    return Engine(
-        loaded, run_config, available, time.perf_counter() - began, loading.fingerprint(source)
-    )
+    seconds, fingerprint = time.perf_counter() - began, loading.fingerprint(source)
+    return Engine(loaded, run_config, available, seconds, fingerprint, run_plan)
 
 
 def _require_peers(
@@ -908,11 +907,6 @@ def open_source(
             f"{', '.join(SYNTHETIC + name for name in known)}"
         )
     return SyntheticSource(ModelConfig.from_json(folder / f"{name}.json"), seed=0, **options)
-
-
-def row_shapes(chunk_tokens: int) -> tuple[int, ...]:
-    """The numbers of rows that chunks are padded to, ascending."""
-    return (*(rows for rows in SMALL_ROW_SHAPES if rows < chunk_tokens), chunk_tokens)
 
 
 def capacity_tokens(config: RunConfig, model_config: ModelConfig, tokens: int) -> int:

@@ -75,7 +75,7 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
             engines.load(
                 source,
                 job.config,
-                prompt_tokens=max(len(prompt.ids) for prompt in prompts),
+                prompt_tokens=[len(prompt.ids) for prompt in prompts],
                 on_event=observe,
             )
         )
@@ -293,9 +293,26 @@ def run_record(
         "plan": accounts.plan_record(engine.plans, names),
         "streaming": accounts.streaming_record(engine.plans, passes, engine.page_locking),
         "experts": accounts.experts_record(passes),
-        "plan_error": accounts.plan_error(engine.plans, passes, device["peak_bytes"]),
+        "plan_error": accounts.plan_error(
+            engine.plans,
+            passes,
+            peak_bytes(engine),
+            run_plan=None if interrupted else engine.run_plan,
+            spans=[(part.tokens_reused, part.tokens_read) for part in reports],
+            seconds=seconds,
+        ),
         "outputs": outputs,
     }
+
+
+def peak_bytes(engine: Engine) -> int | None:
+    """Most bytes that were in use on the engine's devices, summed up; None if one does not tell."""
+    stats = [
+        None if device.platform == "cpu" else device.memory_stats()
+        for device in dict.fromkeys(engine.devices)
+    ]
+    peaks = [None if each is None else each.get("peak_bytes_in_use") for each in stats]
+    return sum(filter(None, peaks)) if all(peaks) else None
 
 
 def summary(record: Mapping[str, Any], out_dir: str) -> str:

@@ -1,29 +1,29 @@
 """Decides before a run what stays on the device, what is streamed, and in which order.
 
-Everything is priced in bytes before anything is allocated. Nothing here changes an output bit, and
-nothing here changes `config.prefill.chunk_tokens`.
+Everything is priced in bytes before anything is allocated, and in time by the rows of `rows`; the
+choice itself is `sharding.split`'s. Nothing here changes an output bit, and nothing here changes
+`config.prefill.chunk_tokens`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
-import numpy as np
 
 import streaming
 from ds4jax import admission, peers
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.source import TensorSource
-from ds4jax.config import ConfigError, ModelConfig, Numerics
-from ds4jax.experts import ExpertPlan, all_resident, default_window
+from ds4jax.config import ConfigError
+from ds4jax.experts import ExpertPlan
+from ds4jax.machine import Machine, local_machine
+from ds4jax.rows import Prompts, Run
 from ds4jax.run_config import RunConfig
-from sharding.cost import PlanError
-from streaming.window import live_bound
+from sharding import split
+from sharding.cost import PlanError, Problem
+from streaming import window as arithmetic
 
-# Streams of a micro-batch may take this share of the memory that experts could have. Beyond it the
-# residents that they displace cost more traffic than a longer micro-batch saves.
-_ACTIVATION_SHARE = 0.25
-_ANY_DEVICES = 1 << 16
 _UNKNOWN_PROMPT_TOKENS = 131_072  # what a micro-batch is sized for when no prompt is known yet
 
 
@@ -35,7 +35,7 @@ class Plan:
     experts             residency and streaming; its layers count from the first one
     micro_batch_tokens  tokens that pass over the experts together; chunk_tokens = chunk-major
     price               bytes by use, all of it on the device
-    store_bytes         experts in host memory
+    store_bytes         experts in host memory: all that are streamed, or the ring before a disk
     """
 
     layers: range
@@ -58,6 +58,131 @@ class Memory:
     host_bytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a run is expected to take; seconds without compilation.
+
+    seconds      of the whole run; compute_s and copy_s are the work of the slowest stage, bubble_s
+                 what it waits while the pipeline fills and drains
+    moved_bytes  streamed experts by tier; expected values where routers decide
+    exact        whether every pass moves all streamed experts
+    """
+
+    seconds: float
+    compute_s: float
+    copy_s: float
+    bubble_s: float
+    moved_bytes: Mapping[str, int]
+    exact: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """The plan of a whole run.
+
+    stages   in the order of their layers
+    places   of each stage: the index of its device in the machine that was planned for
+    choice   the planner's plan: times, ties, runners-up, suggestions
+    tier     of streamed experts; waves: whether slabs hold less than the share of a layer
+    """
+
+    stages: tuple[Plan, ...]
+    places: tuple[int, ...]
+    choice: split.Plan
+    run: Run
+    tier: str
+    waves: bool
+
+    def predict(self, prompts: Prompts) -> Prediction:
+        """What reading `prompts` takes with this layout."""
+        chunk = self.run.config.prefill.chunk_tokens
+        problem = self.run.problem(
+            prompts,
+            tier=self.tier,
+            waves=self.waves,
+            stages=len(self.stages),
+            chunks=self.stages[0].micro_batch_tokens // chunk,
+        )
+        (schedule,) = problem.schedules
+        priced = split.price_plan(problem, schedule, self.choice)
+        slowest = max(priced.stages, key=lambda stage: stage.time_ns)
+        moved = schedule.passes * sum(stage.host_experts for stage in priced.stages)
+        streams = any(plan.experts.streams for plan in self.stages)
+        return Prediction(
+            seconds=max(priced.objective_ns, self._shared_ns(priced)) / 1e9,
+            compute_s=schedule.passes * slowest.compute_ns / 1e9,
+            copy_s=schedule.passes * slowest.stream_ns / 1e9,
+            bubble_s=priced.bubble_ns / 1e9,
+            moved_bytes={self.tier: moved * problem.expert_bytes} if streams else {},
+            exact=set(schedule.distinct) == {self.run.experts},
+        )
+
+    def _shared_ns(self, priced: split.Plan) -> int:
+        """Time of the busiest device that has several stages, which take turns on it."""
+        busy: dict[int, list[int]] = {}
+        for place, stage in zip(self.places, priced.stages, strict=True):
+            busy.setdefault(place, []).append(max(stage.compute_ns, stage.stream_ns))
+        return max(priced.schedule.passes * sum(times) for times in busy.values())
+
+
+def plan_run(
+    source: TensorSource,
+    config: RunConfig,
+    machine: Machine,
+    prompts: Sequence[int],
+    capacity: int,
+    *,
+    recommend: bool = False,
+    device: jax.Device | None = None,
+) -> RunPlan:
+    """Plans a run: split, residency, order of work and micro-batch together.
+
+    prompts    tokens of each; empty when they are not known yet
+    capacity   tokens that the state of a sequence has room for
+    recommend  whether other settings of chunk_tokens are priced, for `RunPlan.choice.suggestions`
+    device     the first one, if it is here: a refusal then knows what JAX has left of it
+    Raises PlanError with the missing bytes, and with settings that would fit, when nothing does.
+    """
+    indices = stage_indices(config, source.config.num_hidden_layers, len(machine.devices))
+    run = Run.of(source, config, machine.chosen(indices), capacity)
+    found = _search(run, _known(prompts), places=indices)
+    if found is None:
+        raise PlanError(_refusal(run, _known(prompts), device))
+    if recommend:
+        chunk, choice = config.prefill.chunk_tokens, found.choice
+        faster = []
+        for other in (chunk // 4, chunk // 2, 2 * chunk):
+            changed = dataclasses.replace(
+                run, config=config.replace({"prefill.chunk_tokens": max(other, 1)})
+            )
+            better = _search(changed, _known(prompts), places=indices)
+            if better is not None and better.choice.objective_ns < choice.objective_ns:
+                faster.append((better.choice.objective_ns, f"config.prefill.chunk_tokens={other}"))
+        names = tuple((name, ns) for ns, name in sorted(faster))
+        found = dataclasses.replace(found, choice=dataclasses.replace(choice, suggestions=names))
+    return found
+
+
+def plan_local(
+    source: TensorSource,
+    config: RunConfig,
+    devices: Sequence[jax.Device],
+    prompts: Sequence[int],
+    capacity: int,
+) -> RunPlan:
+    """`plan_run` on this machine: places count `devices`, of which those that are free are used."""
+    indices = stage_indices(config, source.config.num_hidden_layers, len(devices))
+    used = sorted(set(indices))
+    item = keys.expert_bytes(source.config, source.infos())
+    machine = local_machine(config, [devices[i] for i in used], item)
+    machine = machine.chosen([used.index(i) for i in indices])
+    run = Run.of(source, config, machine, capacity)
+    found = _search(run, _known(prompts), places=indices)
+    if found is None:
+        raise PlanError(_refusal(run, _known(prompts), devices[indices[0]]))
+    return found
+
+
 def make_plan(
     source: TensorSource,
     config: RunConfig,
@@ -68,7 +193,7 @@ def make_plan(
     share: int = 1,
     memory: Memory | None = None,
 ) -> Plan:
-    """Plans a run on `device`; raises PlanError with the missing bytes when nothing fits.
+    """Plans one stage on `device`; raises PlanError with the missing bytes when nothing fits.
 
     prompt_tokens  the longest prompt, if known
     capacity       tokens that the state has room for
@@ -77,78 +202,165 @@ def make_plan(
     memory         of the machine that is planned for; None for what is free on this one, as far as
                    config.memory.device_bytes allows
     """
-    model, numerics = source.config, config.numerics.resolve()
-    infos = source.infos()
-    item = keys.expert_bytes(model, infos)
-    layers = range(model.num_hidden_layers) if layers is None else layers
-    base = admission.price(
-        model,
-        numerics,
-        weights_bytes=keys.resident_bytes(model, infos, layers),
-        rows=config.prefill.chunk_tokens,
-        capacity_tokens=capacity,
-        layers=layers,
-    )
-    budget = config.memory.device_bytes
-    if memory is None:
-        free = admission.device_bytes(device)
-        memory = Memory(free if budget is None else min(free, budget), admission.host_bytes())
-    available = memory.device_bytes // share
-    cold = peers.cold_experts(config.peer, model.n_routed_experts)
-    everything = dataclasses.replace(
-        base, resident_bytes=len(layers) * (model.n_routed_experts - cold) * item
-    )
-    stages = config.pipeline.stages(model.num_hidden_layers)
-    neighbour = config.peer.device(
-        stages.index(layers) if layers in stages else 0, max(len(stages), 1)
-    )
-    options = config.streaming
-    asked = options.resident_fraction is not None or options.resident_bytes is not None
-    if not asked and options.order != "layer_major" and everything.total_bytes <= available:
-        whole = all_resident(model, len(layers), cold)
-        whole = dataclasses.replace(
-            whole, peer=peers.divide(config.peer, neighbour, whole.residency.streamed)
-        )
-        return Plan(layers, whole, config.prefill.chunk_tokens, everything, 0)
-    if device.platform == "cpu" and not asked and budget is None:
-        # Host and device memory are one: streaming would not make anything fit.
-        admission.require(everything, available, device, "this run")
-    room = available - base.total_bytes
-    if room < 0:
-        admission.require(base, available, device, "this run without routed experts")
-    return _with_streaming(
-        model,
-        numerics,
-        config,
-        layers,
-        base,
-        room,
-        memory.host_bytes,
-        item,
-        prompt_tokens or _UNKNOWN_PROMPT_TOKENS,
-        neighbour,
-        [source.expert_origin(layer) for layer in layers],
+    item = keys.expert_bytes(source.config, source.infos())
+    given = (None, None) if memory is None else (memory.host_bytes, memory.device_bytes)
+    machine = local_machine(config, [device], item, *given).chosen([0] * share).chosen([0])
+    run = Run.of(source, config, machine, capacity)
+    layers = range(source.config.num_hidden_layers) if layers is None else layers
+    prompts = _known([prompt_tokens] if prompt_tokens else [])
+    found = _search(run, prompts, layers=layers)
+    if found is None:
+        raise PlanError(_refusal(run, prompts, device, layers))
+    return found.stages[0]
+
+
+def stage_indices(config: RunConfig, layers: int, devices: int) -> list[int]:
+    """The device of each stage of a split by hand, or those that an automatic split may use."""
+    options = config.pipeline
+    if options.automatic:
+        return options.candidates(devices)
+    return options.device_indices(len(options.stages(layers)), devices)
+
+
+def _known(prompts: Sequence[int]) -> Prompts:
+    return Prompts.of(*(prompts or [_UNKNOWN_PROMPT_TOKENS]))
+
+
+def _search(
+    run: Run, prompts: Prompts, *, places: Sequence[int] = (0,), layers: range | None = None
+) -> RunPlan | None:
+    """The best plan on the devices of `run`, or of one stage that has `layers`; None if none fits.
+
+    places  what the devices are called in the plan
+    Raises PlanError when it fits but for the host memory that config.streaming.tier asks for.
+    """
+    options = run.config.streaming
+    for tier in ("ram", "disk") if options.tier == "auto" else (options.tier,):
+        found = _with_tier(run, prompts, tier, layers, places)
+        if found is None:
+            return None
+        store = sum(plan.store_bytes for plan in found.stages)
+        if store <= run.machine.host_bytes:
+            return found
+        if options.tier != "auto":
+            raise PlanError(
+                f"{store} bytes of streamed experts do not fit in host memory, "
+                f"{run.machine.host_bytes} bytes are free: set config.streaming.tier='disk' or "
+                "keep more experts on the device"
+            )
+    raise PlanError(
+        f"{store} bytes of streamed experts on their way from disk do not fit in host memory, "
+        f"{run.machine.host_bytes} bytes are free: lower config.streaming.slab_bytes"
     )
 
 
-def plan_stages(
-    source: TensorSource,
-    config: RunConfig,
-    device: jax.Device,
-    prompt_tokens: int,
-    capacity: int,
-    memory: Memory,
-) -> list[Plan]:
-    """The plans of all stages on devices like `device`, each with `memory`."""
-    split = config.pipeline.stages(source.config.num_hidden_layers)
-    # Only which stages share a device counts here: the devices themselves need not exist.
-    places = config.pipeline.device_indices(len(split), _ANY_DEVICES)
-    return [
-        make_plan(
-            source, config, device, prompt_tokens, capacity, layers, places.count(place), memory
+def _with_tier(
+    run: Run, prompts: Prompts, tier: str, layers: range | None, places: Sequence[int]
+) -> RunPlan | None:
+    best: tuple[split.Plan, bool] | None = None
+    for waves in (False, True) if run.config.streaming.slab_bytes is None else (True,):
+        problem = run.problem(prompts, tier=tier, waves=waves, layers=layers, stages=len(places))
+        try:
+            choice = _plain_order(run.config, _choose(run.config, problem, layers))
+        except PlanError:
+            continue
+        if best is None or choice.objective_ns < best[0].objective_ns:
+            best = choice, waves
+        if not waves and not any(stage.slab_experts for stage in choice.stages):
+            break  # nothing is streamed
+    if best is None:
+        return None
+    choice, waves = best
+    stages = []
+    for number, stage in enumerate(choice.stages):
+        begin = stage.range.begin + (0 if layers is None else layers.start)
+        own = range(begin, begin + stage.range.end - stage.range.begin)
+        neighbour = _neighbour(run, own) if layers is not None else (number, len(choice.stages))
+        stages.append(_stage(run, choice, stage, tier, own, run.config.peer.device(*neighbour)))
+    at = tuple(places[stage.range.device] for stage in choice.stages)
+    return RunPlan(tuple(stages), at, choice, run, tier, waves)
+
+
+def _neighbour(run: Run, layers: range) -> tuple[int, int]:
+    """Which stage of how many has `layers`."""
+    stages = run.config.pipeline.stages(run.model.num_hidden_layers)
+    return (stages.index(layers), len(stages)) if layers in stages else (0, 1)
+
+
+def _choose(config: RunConfig, problem: Problem, layers: range | None) -> split.Plan:
+    """The planner's choice, for the split that is asked for; raises PlanError."""
+    if layers is None and config.pipeline.automatic:
+        return split.plan_stages(problem)
+    everything = range(len(problem.layers))
+    ranges = config.pipeline.stages(len(everything)) if layers is None else [everything]
+    return split.price_stages(
+        problem, [split.StageRange(i, each.start, each.stop) for i, each in enumerate(ranges)]
+    )
+
+
+def _plain_order(config: RunConfig, choice: split.Plan) -> split.Plan:
+    """Chunk by chunk where one device holds everything: all orders then take the same time."""
+    (first, *others) = choice.stages
+    if others or first.slab_experts or config.streaming.order == "layer_major":
+        return choice
+    schedule = choice.problem.schedules[0]
+    if schedule is choice.schedule:
+        return choice
+    priced = split.price_split(choice.problem, schedule, [first.range])
+    return dataclasses.replace(priced, runners_up=choice.runners_up)
+
+
+def _stage(
+    run: Run, choice: split.Plan, stage: split.StagePlan, tier: str, layers: range, peer: str | None
+) -> Plan:
+    """What the engine needs to know of a stage that was planned."""
+    config, item = run.config, run.item_bytes
+    residency = _residency(run, layers, stage.residents)
+    shares = peers.divide(config.peer, peer, residency.streamed)
+    share, slabs, ring, store = max(map(len, residency.streamed)), None, 0, 0
+    if share:
+        waves = -(-share // stage.slab_experts)
+        size, problem = -(-share // waves), choice.problem
+        slabs = problem.ring_slots * item * max(size, problem.ring_least)
+        ring = (run.window(tier) + 1) * size * item
+        # Layers with the same experts share host memory.
+        kept = set(
+            streaming.store.owners(residency.streamed, [run.origins[layer] for layer in layers])
         )
-        for layers, place in zip(split, places, strict=True)
-    ]
+        held = 0 if shares is None else sum(len(shares.held[layer]) for layer in kept)
+        store = (sum(len(residency.streamed[layer]) for layer in kept) - held) * item
+    memory = dict(stage.memory)
+    price = admission.Price(
+        weights_bytes=memory["dense weights"] + memory["embedding"] + memory["head"],
+        state_bytes=memory["state"],
+        workspace_bytes=memory["workspace"],
+        resident_bytes=residency.resident_items * item,
+        slab_bytes=slabs or 0,
+        micro_batch_bytes=memory["activations"],
+        handoff_bytes=memory["hand-off"],
+    )
+    plan = ExpertPlan(residency, tier, config.streaming.window, slabs, shares)
+    tokens = choice.schedule.micro_batch_tokens
+    return Plan(layers, plan, tokens, price, store if tier == "ram" else ring)
+
+
+def _residency(run: Run, layers: range, residents: int) -> streaming.Residency:
+    """Residents spread evenly, the first layers with one more; the most used by the profile."""
+    model, counts, path = run.model, None, run.config.streaming.resident_profile
+    experts = model.n_routed_experts
+    if path is not None:
+        try:
+            counts = streaming.load_profile(path, model.num_hidden_layers, experts)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"config.streaming.resident_profile: {error}") from None
+        counts = counts[layers.start : layers.stop]
+    each, more = divmod(residents, len(layers))
+    cold = experts - run.experts
+    low, high = (
+        streaming.even(len(layers), experts, min(per_layer, run.experts), counts, elsewhere=cold)
+        for per_layer in (each, each + 1)
+    )
+    return dataclasses.replace(low, resident=high.resident[:more] + low.resident[more:])
 
 
 def binding(plan: Plan, config: RunConfig, expert_bytes: int) -> str:
@@ -166,162 +378,91 @@ def binding(plan: Plan, config: RunConfig, expert_bytes: int) -> str:
         text += "; and host memory: the streamed experts do not fit there and come from disk"
     if plan.experts.slab_bytes is not None:
         share = max(map(len, plan.experts.residency.streamed))
-        live = live_bound(plan.experts.resolved_window)
+        live = arithmetic.live_bound(plan.experts.resolved_window)
         most = plan.experts.slab_bytes // (live * expert_bytes)
         if most < share:
             text += f"; slabs hold {most} experts at a time, a layer's {share} come in waves"
     return text
 
 
-def _with_streaming(
-    model: ModelConfig,
-    numerics: Numerics,
-    config: RunConfig,
-    layers: range,
-    base: admission.Price,
-    room: int,
-    host: int,
-    item: int,
-    prompt_tokens: int,
-    neighbour: str | None,
-    origins: Sequence[int],
-) -> Plan:
-    options, experts = config.streaming, model.n_routed_experts
-    cold = peers.cold_experts(config.peer, experts)
-    per_layer, counts = None, None
-    if options.resident_fraction is not None or options.resident_bytes is not None:
-        per_layer = streaming.resident_per_layer(
-            model.num_hidden_layers,
-            experts,
-            item,
-            fraction=options.resident_fraction,
-            total_bytes=options.resident_bytes,
-        )
-        per_layer = min(per_layer, experts - cold)
-    if options.resident_profile is not None:
-        try:
-            counts = streaming.load_profile(
-                options.resident_profile, model.num_hidden_layers, experts
-            )[layers.start : layers.stop]
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"config.streaming.resident_profile: {error}") from None
-    tokens, activations = _micro_batch(model, numerics, config, prompt_tokens, room)
-    tier = options.tier
-    for attempt in ("ram", "disk") if tier == "auto" else (tier,):
-        window = default_window(attempt) if options.window is None else options.window
-        residency, slabs = choose_residency(
-            len(layers),
-            experts,
-            item,
-            room - activations,
-            window=window,
-            slab_bytes=options.slab_bytes,
-            per_layer=per_layer,
-            counts=counts,
-            cold=cold,
-            paths=peers.path_count(config.peer),
-        )
-        shares = peers.divide(config.peer, neighbour, residency.streamed)
-        # Layers with the same experts share host memory.
-        kept = set(streaming.store.owners(residency.streamed, origins))
-        held = 0 if shares is None else sum(len(shares.held[layer]) for layer in kept)
-        streamed = (sum(len(residency.streamed[layer]) for layer in kept) - held) * item
-        store = streamed if attempt == "ram" else 0
-        if attempt == "ram" and store > host and tier == "auto":
-            continue
-        if store > host:
-            raise PlanError(
-                f"{store} bytes of streamed experts do not fit in host memory, {host} bytes are "
-                "free: set config.streaming.tier='disk' or keep more experts on the device"
+# Refusals
+
+
+def _refusal(
+    run: Run, prompts: Prompts, device: jax.Device | None, layers: range | None = None
+) -> str:
+    """What is missing, and which settings would fit."""
+    fitting, options = [], run.config.streaming
+    for group in _settings(run, prompts):
+        works = (each for each in group if _fits(run, prompts, each, layers))
+        if (setting := next(works, None)) is not None:
+            flags = (f"--config.{key}={value}" for key, value in setting.items())
+            fitting.append(" ".join(flags))
+    text = f"These settings would fit: {', or '.join(fitting)}" if fitting else ""
+    tier, devices = "ram" if options.tier == "auto" else options.tier, run.machine.devices
+    problem = run.problem(prompts, tier=tier, waves=True, layers=layers, stages=len(devices))
+    if len(devices) == 1:
+        available = devices[0].memory_bytes
+        return admission.shortage(_least_price(problem), available, device, "this run", text)
+    try:
+        _choose(run.config, problem, layers)
+    except PlanError as error:
+        return "\n".join(filter(None, [str(error), text]))
+    raise AssertionError("the search found nothing that fits")
+
+
+def _least_price(problem: Problem) -> admission.Price:
+    """The fewest bytes that one stage can do with."""
+    prices = []
+    for schedule in problem.schedules:
+        residents = len(problem.layers) * (problem.layer_residents or 0)
+        streams = residents < len(problem.layers) * problem.experts
+        unit = max(min(problem.ring_units), problem.ring_least)
+        prices.append(
+            admission.Price(
+                weights_bytes=problem.embed_bytes
+                + problem.head_bytes
+                + sum(layer.dense_bytes for layer in problem.layers),
+                state_bytes=schedule.sequences * sum(layer.state_bytes for layer in problem.layers),
+                workspace_bytes=max(layer.workspace_bytes for layer in problem.layers),
+                resident_bytes=residents * problem.expert_bytes,
+                slab_bytes=problem.ring_slots * unit * problem.expert_bytes if streams else 0,
+                micro_batch_bytes=schedule.activation_bytes,
             )
-        price = dataclasses.replace(
-            base,
-            resident_bytes=residency.resident_items * item,
-            slab_bytes=slabs or 0,
-            micro_batch_bytes=activations if tokens > config.prefill.chunk_tokens else 0,
         )
-        plan = ExpertPlan(residency, attempt, options.window, slabs, shares)
-        return Plan(layers, plan, tokens, price, store)
-    raise AssertionError("one of the tiers was taken")
+    return min(prices, key=lambda price: price.total_bytes)
 
 
-def _micro_batch(
-    model: ModelConfig, numerics: Numerics, config: RunConfig, prompt_tokens: int, room: int
-) -> tuple[int, int]:
-    """Tokens of a micro-batch, and the bytes that they take between layers."""
-    chunk, options = config.prefill.chunk_tokens, config.streaming
-    if options.order == "chunk_major":
-        return chunk, 0
-    # Streams, and beside them the normed inputs and the slots where slabs come in waves.
-    rows = model.hc_mult + 1 + model.num_experts_per_tok
-    token_bytes = rows * model.hidden_size * numerics.dtype.itemsize
-    wanted = options.micro_batch_tokens
-    if wanted is None:
-        wanted = max(min(prompt_tokens, int(room * _ACTIVATION_SHARE) // token_bytes), chunk)
-        wanted = max(wanted // chunk, 1) * chunk if wanted < prompt_tokens else wanted
-    chunks = -(-wanted // chunk)
-    return chunks * chunk, chunks * chunk * token_bytes if chunks > 1 else 0
+def _settings(run: Run, prompts: Prompts) -> Iterator[list[dict[str, Any]]]:
+    """Settings that may help, in groups of which the first that fits is enough."""
+    config, options = run.config, run.config.streaming
+    chunk = config.prefill.chunk_tokens
+    smaller = [{"prefill.chunk_tokens": 1 << n} for n in range((chunk - 1).bit_length() - 1, 6, -1)]
+    yield smaller
+    longest = max(start + count for start, count in prompts.spans)
+    if longest < run.capacity:
+        shorter = {"prefill.max_tokens": longest}
+        yield [shorter, *({**shorter, **each} for each in smaller)]
+    if options.micro_batch_tokens is not None or options.order == "layer_major":
+        yield [{"streaming.order": "chunk_major"}]
+    if options.resident_fraction is not None or options.resident_bytes is not None:
+        experts = run.model.n_routed_experts
+        kept = range(experts - 1, -1, -max(experts // 32, 1))
+        if options.resident_fraction is None:
+            layer = run.item_bytes * run.model.num_hidden_layers
+            yield [{"streaming.resident_bytes": count * layer} for count in kept]
+        else:
+            yield [{"streaming.resident_fraction": count / experts} for count in kept]
 
 
-def choose_residency(
-    layers: int,
-    experts: int,
-    item_bytes: int,
-    room_bytes: int,
-    *,
-    window: int,
-    slab_bytes: int | None = None,
-    per_layer: int | None = None,
-    counts: np.ndarray | None = None,
-    cold: int = 0,
-    paths: int = 1,
-) -> tuple[streaming.Residency, int | None]:
-    """Residents that leave room for the slabs of the window, and the bytes left for slabs.
-
-    room_bytes  device memory for experts: residents and slabs on their way
-    slab_bytes  limit of the slabs; None lets the residents leave what whole shares need, or a few
-                experts at a time if there is room for no more
-    per_layer   number of residents of every layer; None takes as many as fit
-    counts      integers [layers, experts]: how often each was used; None keeps the lowest ids
-    cold        experts of every layer that another owner keeps
-    paths       that slabs come over; each needs room for its own
-    return      the residency and the slab budget (None when everything is resident)
-    Raises PlanError with the missing bytes when it does not fit.
-    """
-    live, own = live_bound(window), experts - cold
-
-    def slabs(residents: int) -> int:
-        whole = live * (own - residents) * item_bytes
-        return whole if slab_bytes is None else min(slab_bytes, whole)
-
-    if per_layer is None:
-        fitting = (
-            n for n in range(own, -1, -1) if layers * n * item_bytes + slabs(n) <= room_bytes
-        )
-        # Without room for whole shares nothing is resident and slabs come in waves.
-        per_layer = next(fitting, 0)
-    residency = streaming.even(layers, experts, per_layer, counts, elsewhere=cold)
-    resident = layers * per_layer * item_bytes
-    if per_layer == own:
-        if resident > room_bytes:
-            raise _no_room(resident, room_bytes, "all experts on the device")
-        return residency, None
-    # A partial slab is put together from pieces that are alive beside it.
-    smallest = 2 * live * item_bytes * paths
-    left = room_bytes - resident
-    budget = left if slab_bytes is None else slab_bytes
-    if budget > left or budget < smallest:
-        raise _no_room(
-            resident + max(smallest, slab_bytes or 0),
-            room_bytes,
-            f"{per_layer} resident experts per layer and slabs for {live} experts in flight",
-        )
-    return residency, min(budget, 2 * live * max(own - per_layer, paths) * item_bytes)
-
-
-def _no_room(needed: int, room: int, what: str) -> PlanError:
-    return PlanError(
-        f"{what} need {needed} bytes, {room} are left for experts, {needed - room} are missing: "
-        "lower config.streaming.resident_fraction (or resident_bytes), config.streaming.slab_bytes "
-        "or config.prefill.chunk_tokens"
+def _fits(run: Run, prompts: Prompts, setting: Mapping[str, Any], layers: range | None) -> bool:
+    changed = dataclasses.replace(
+        run,
+        config=run.config.replace(setting),
+        capacity=setting.get("prefill.max_tokens", run.capacity),
     )
+    places = range(len(run.machine.devices))
+    try:
+        return _search(changed, prompts, places=places, layers=layers) is not None
+    except PlanError:
+        return False

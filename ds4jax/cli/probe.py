@@ -21,7 +21,6 @@ from absl import flags
 
 from ds4jax import costs, report
 from ds4jax.bench import layers
-from ds4jax.bench.prefill import whole_numbers
 from ds4jax.cli import common
 from ds4jax.config import PRESETS, ModelConfig
 from sharding import probe
@@ -62,8 +61,8 @@ def _probe(argv: Sequence[str]) -> int:
         raise common.UsageError(f"--disk is {disk!r}, expected an existing folder")
     model = values["model"].value
     config = None if model is None else ModelConfig.from_json(model)
-    tokens = whole_numbers("layer_tokens", values["layer_tokens"].value)
-    positions = whole_numbers("layer_positions", values["layer_positions"].value, least=0)
+    tokens = common.whole_numbers("layer_tokens", values["layer_tokens"].value)
+    positions = common.whole_numbers("layer_positions", values["layer_positions"].value, least=0)
     register, addresses = _cuda()
     measured = probe.probe(
         register=register, pci_addresses=addresses, disk_folder=disk, say=common.say

@@ -2,14 +2,13 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
 from ds4jax import accounts, plan, testing
 from ds4jax.checkpoint.synthetic import SyntheticSource
+from ds4jax.machine import planned_machine
 from ds4jax.passes import PassReport
-from ds4jax.plan import Memory
 from ds4jax.run_config import RunConfig
 from streaming.ledger import LayerRow, Ledger, Prediction
 from streaming.pinned import PinReport
@@ -19,8 +18,8 @@ from streaming.trace import Span
 def plans(split: str = "2,3", fraction: float = 0.5) -> list[plan.Plan]:
     config = RunConfig().replace({"pipeline.split": split, "streaming.resident_fraction": fraction})
     source = SyntheticSource(testing.tiny_config(), seed=0)
-    memory = Memory(10**9, 10**9)
-    return plan.plan_stages(source, config, jax.local_devices()[0], 100, 8192, memory)
+    machine = planned_machine(config.replace({"memory.device_bytes": 10**9}), 26_112, 2, 10**9)
+    return list(plan.plan_run(source, config, machine, [100], 8192).stages)
 
 
 def ledger(layers: range, moved: int, **changes) -> Ledger:

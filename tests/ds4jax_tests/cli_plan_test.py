@@ -26,13 +26,17 @@ def test_flash_is_planned_for_a_gpu_that_is_not_here(capsys):
     assert code == 0
     found = json.loads(lines[-1])
     (stage,) = found["stages"]
-    assert found["schema"] == "ds4jax.plan/1"
+    assert found["schema"] == "ds4jax.plan/2"
     assert (found["passes"], stage["order"], stage["tier"]) == (1, "layer_major", "ram")
-    assert stage["price"]["total_bytes"] <= found["device_bytes"] == 128_000_000_000
-    (per_layer,) = set(stage["residents_per_layer"])
-    assert stage["streamed_bytes"] == 43 * (256 - per_layer) * stage["expert_bytes"]
+    assert stage["price"]["total_bytes"] <= found["device_bytes"][0] == 128_000_000_000
+    residents = stage["residents_per_layer"]
+    assert stage["streamed_bytes"] == (43 * 256 - sum(residents)) * stage["expert_bytes"]
+    assert found["predicted_bytes"] == {"ram": stage["streamed_bytes"]}
+    assert found["predicted_s"] >= max(found["predicted_compute_s"], found["predicted_copy_s"])
     table = "\n".join(lines[:-1])
-    assert f"{per_layer} of 256 experts in every layer" in table
+    assert f"{residents[-1]} or {residents[0]} of 256 experts in every layer" in table
+    assert "binding resource: compute of stage 0" in table
+    assert "assumed: there is no machine file" in table
     assert "what binds   device memory" in table
     assert f"{stage['price']['resident_bytes']} bytes" in table
 
@@ -53,7 +57,50 @@ def test_more_passes_move_more_and_the_split_is_shown(capsys):
     assert [stage["layers"] for stage in found["stages"]] == [20, 23]
     for stage in found["stages"]:
         assert stage["streamed_bytes"] == 3 * stage["streamed_bytes_per_pass"]
-    assert "stage 1: layers 20 to 42" in lines
+    assert "cpu:1: layers 20 to 42" in lines
+    assert found["split"] == [20, 23]
+
+
+def test_layers_are_split_over_unequal_devices(capsys, tmp_path):
+    """The card with a third of the memory gets the fewest layers; chunk_tokens is only advised."""
+    machine = {
+        "schema": 1,
+        "platform": "gpu",
+        "devices": [
+            {
+                "id": i,
+                "kind": "card",
+                "memory_bytes": gb * 10**9,
+                "memory_bytes_per_s": 4 * 10**12,
+                "matmul_flops_per_s": {"bfloat16": 700 * 10**12, "float32": 60 * 10**12},
+                "host_to_device": {"registered": [{"bytes": 1 << 28, "bytes_per_s": 25 * 10**9}]},
+            }
+            for i, gb in enumerate((80, 48, 48, 24))
+        ],
+        "links": [],
+    }
+    (tmp_path / "machine.json").write_text(json.dumps(machine))
+    code, lines, _ = run(
+        capsys,
+        "--checkpoint=synthetic:flash",
+        "--prompt_tokens=131072",
+        "--host_bytes=200000000000",
+        f"--config.machine.file={tmp_path / 'machine.json'}",
+        "--config.pipeline.split=auto",
+    )
+    assert code == 0
+    found = json.loads(lines[-1])
+    by_memory = dict(zip(found["devices"], found["split"], strict=True))
+    assert sum(found["split"]) == 43
+    assert by_memory[3] < min(by_memory[0], by_memory[1], by_memory[2])
+    for stage in found["stages"]:
+        assert stage["price"]["total_bytes"] <= stage["device_bytes"]
+    assert found["ties"][0]["split"] == found["split"]
+    assert found["runners_up"]
+    assert all("chunk_tokens" in each["setting"] for each in found["recommended"])
+    text = "\n".join(lines)
+    assert "binding resource: " in text
+    assert "runners-up:" in text
 
 
 def test_no_weight_is_read(capsys, tmp_path, monkeypatch):

@@ -1,0 +1,207 @@
+"""The machine that a run is planned for: from the machine file, or from what is known without one.
+
+The file is what `python -m ds4jax.cli.probe` writes. Without it rates are those of an H200 and a
+PCIe 5.0 link, which orders plans well and predicts times badly on anything else.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from ds4jax import admission, costs
+from ds4jax.config import ConfigError
+from ds4jax.experts import LINK_BYTES_PER_S
+from ds4jax.run_config import RunConfig
+from sharding.cost import DeviceCost, HostCost, uniform_links
+from sharding.machine import machine_rows, read_machine
+
+_DISK_BYTES_PER_S = 2_000_000_000  # of a file that is not in the page cache, until it is measured
+_UPLOAD_NS = 50_000  # of an upload, beside its bytes, until it is measured
+_PEER_BYTES_PER_S = 50_000_000_000  # between devices of one host, until it is measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What plans know of a machine; all devices are of one host.
+
+    devices       with the memory that a run may use; indices count these
+    host_bytes    of host memory for streamed experts
+    rates, table  of devices with speed 1000
+    one_memory    host and devices share one memory: streaming makes nothing fit
+    notes         what was assumed
+    """
+
+    devices: tuple[DeviceCost, ...]
+    hosts: tuple[HostCost, ...]
+    link_bytes_per_s: tuple[tuple[int, ...], ...]
+    upload_overhead_ns: int
+    host_bytes: int
+    disk_bytes_per_s: int
+    rates: costs.Rates
+    table: costs.LayerTable
+    one_memory: bool = False
+    notes: tuple[str, ...] = ()
+
+    def chosen(self, indices: Sequence[int]) -> "Machine":
+        """The same machine with these devices only, in this order; one may come several times.
+
+        A device that comes n times is n devices of an nth of the memory: stages share it.
+        """
+        return dataclasses.replace(
+            self,
+            devices=tuple(
+                dataclasses.replace(
+                    self.devices[i], memory_bytes=self.devices[i].memory_bytes // indices.count(i)
+                )
+                for i in indices
+            ),
+            link_bytes_per_s=tuple(
+                tuple(
+                    int(self.rates.bytes_per_s) if i == j else self.link_bytes_per_s[i][j]
+                    for j in indices
+                )
+                for i in indices
+            ),
+        )
+
+
+def local_machine(
+    config: RunConfig,
+    devices: Sequence[jax.Device],
+    item_bytes: int,
+    host_bytes: int | None = None,
+    device_bytes: int | None = None,
+) -> Machine:
+    """The machine with `devices` for a run that starts now.
+
+    item_bytes    of one expert, which is what uploads are measured at
+    host_bytes    that the run may use; None for what is free
+    device_bytes  of every device; None for what is free on each
+    Raises ConfigError when the machine file is of other devices.
+    """
+    free = [_usable_bytes(device) if device_bytes is None else device_bytes for device in devices]
+    budget = config.memory.device_bytes
+    usable = [each if budget is None else min(each, budget) for each in free]
+    on_cpu = devices[0].platform == "cpu"
+    host = admission.host_bytes() if host_bytes is None else host_bytes
+    one_memory = on_cpu and budget is None
+    if config.machine.file is None:
+        names = [f"{device.platform}:{device.id}" for device in devices]
+        return _assumed(names, usable, host, one_memory)
+    record = read_machine(config.machine.file)
+    known = [row["id"] for row in record["devices"]]
+    wanted = [device.id for device in devices]
+    kinds = {row["id"]: row["kind"] for row in record["devices"]}
+    for device in devices:
+        if kinds.get(device.id) != device.device_kind:
+            raise ConfigError(
+                f"config.machine.file: {config.machine.file} knows the devices {kinds}, this "
+                f"machine has {device.device_kind} {device.id}: probe it with python -m "
+                "ds4jax.cli.probe --out=FILE"
+            )
+    limits = [record["devices"][known.index(each)].get("memory_bytes") for each in wanted]
+    usable = [min(each, limit or each) for each, limit in zip(usable, limits, strict=True)]
+    return _from_record(record, wanted, usable, host, item_bytes, one_memory)
+
+
+def planned_machine(
+    config: RunConfig, item_bytes: int, devices: int | None, host_bytes: int | None
+) -> Machine:
+    """A machine that need not be this one, with at least `devices` devices where that is given.
+
+    Its devices are those of the machine file; without one as many as asked for, like the first one
+    here. Memory that neither the file nor config.memory.device_bytes tells is what is free here.
+    """
+    local, budget = jax.local_devices(), config.memory.device_bytes
+    host = admission.host_bytes() if host_bytes is None else host_bytes
+    if config.machine.file is None:
+        names = [f"{local[0].platform}:{i}" for i in range(devices or len(local))]
+        one_memory = local[0].platform == "cpu" and budget is None
+        free = _usable_bytes(local[0]) if budget is None else budget
+        return _assumed(names, [free] * len(names), host, one_memory)
+    record = read_machine(config.machine.file)
+    ids = [row["id"] for row in record["devices"]]
+    memory = []
+    for row in record["devices"]:
+        limit = row.get("memory_bytes")
+        if limit is None and budget is None:
+            raise ConfigError(
+                f"config.machine.file: {config.machine.file} does not tell the memory of device "
+                f"{row['id']}: set config.memory.device_bytes"
+            )
+        memory.append(min(limit or budget or 0, budget or limit or 0))
+    return _from_record(record, ids, memory, host, item_bytes, False)
+
+
+def _usable_bytes(device: jax.Device) -> int:
+    """What plans may fill: the allocator of a GPU leaves gaps between arrays."""
+    free = admission.device_bytes(device)
+    return free if device.platform == "cpu" else free - free // 100
+
+
+def _assumed(names: Sequence[str], memory: Sequence[int], host: int, one_memory: bool) -> Machine:
+    link = int(LINK_BYTES_PER_S)
+    return Machine(
+        devices=tuple(
+            DeviceCost(name, nbytes, link) for name, nbytes in zip(names, memory, strict=True)
+        ),
+        hosts=(HostCost(),),
+        link_bytes_per_s=uniform_links(len(names), _PEER_BYTES_PER_S),
+        upload_overhead_ns=_UPLOAD_NS,
+        host_bytes=host,
+        disk_bytes_per_s=_DISK_BYTES_PER_S,
+        rates=costs.H200,
+        table=costs.measured_h200(),
+        one_memory=one_memory,
+        notes=(
+            "there is no machine file: times are those of an H200 behind a link of "
+            f"{LINK_BYTES_PER_S / 1e9:.0f} GB/s",
+        ),
+    )
+
+
+def _from_record(
+    record: Mapping[str, Any],
+    ids: Sequence[int],
+    memory: Sequence[int],
+    host: int,
+    item_bytes: int,
+    one_memory: bool,
+) -> Machine:
+    by_id = {row["id"]: row for row in record["devices"]}
+    part = {**record, "devices": [by_id[each] for each in ids]}
+    rows = machine_rows(part, memory_bytes=memory, expert_bytes=item_bytes)
+    notes = list(rows.notes)
+    disk = record.get("disk", {}).get("cold_bytes_per_s")
+    if disk is None:
+        notes.append(f"the disk was not measured: priced at {_DISK_BYTES_PER_S / 1e9:.0f} GB/s")
+    float32 = [row["matmul_flops_per_s"].get("float32", 0) for row in part["devices"]]
+    rates = costs.Rates(
+        rows.flops_per_s, max(float32) or rows.flops_per_s / 12, rows.memory_bytes_per_s
+    )
+    if "layers" in record:
+        table = costs.LayerTable(record["layers"])
+        first = record["devices"][0]["matmul_flops_per_s"].get("bfloat16", rows.flops_per_s)
+        # Layers were timed on the first device; rates are those of the fastest one.
+        rates = _scaled(table.rates, rows.flops_per_s / first)
+    else:
+        table = costs.measured_h200()
+        notes.append("no layer was timed: shares of the floor are those of an H200")
+    return Machine(
+        devices=rows.devices,
+        hosts=rows.hosts,
+        link_bytes_per_s=rows.link_bytes_per_s,
+        upload_overhead_ns=rows.upload_overhead_ns,
+        host_bytes=host,
+        disk_bytes_per_s=disk or _DISK_BYTES_PER_S,
+        rates=rates,
+        table=table,
+        one_memory=one_memory,
+        notes=tuple(notes),
+    )
+
+
+def _scaled(rates: costs.Rates, factor: float) -> costs.Rates:
+    return costs.Rates(*(value * factor for value in dataclasses.astuple(rates)))
