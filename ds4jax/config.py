@@ -10,12 +10,15 @@ import enum
 import json
 import math
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+# models/NAME.json and runs/NAME.toml, in a checkout (where this is a link) and when installed.
+CONFIG_FOLDER = pathlib.Path(__file__).parent / "_configs"
 OVERLAPPED_RATIO = 4  # a ratio of 4 means CSA: overlapping blocks and an indexer
 
 

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,7 +30,7 @@ from ds4jax.checkpoint.converted import ConvertedSource, is_converted
 from ds4jax.checkpoint.safetensors import open_checkpoint
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.checkpoint.synthetic import SyntheticSource
-from ds4jax.config import ConfigError, ModelConfig
+from ds4jax.config import CONFIG_FOLDER, ConfigError, ModelConfig
 from ds4jax.costs import row_shapes
 from ds4jax.plan import Plan, RunPlan, plan_local
 from ds4jax.run_config import RunConfig, SyntheticConfig, leaves
@@ -899,7 +898,7 @@ def open_source(
     options = dataclasses.asdict(synthetic or SyntheticConfig())
     if name.endswith(".json"):
         return SyntheticSource(ModelConfig.from_json(name), seed=0, **options)
-    folder = Path(__file__).parents[1] / "configs" / "models"
+    folder = CONFIG_FOLDER / "models"
     known = sorted(path.stem for path in folder.glob("*.json"))
     if name not in known:
         raise ConfigError(
