@@ -1,0 +1,156 @@
+"""The bench of two devices on a tiny model and CPU devices; its parts on made-up numbers."""
+
+import json
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from ds4jax.bench import links, overlap, peer_read, two_device
+from ds4jax.bench.overlap import Kernel
+from ds4jax.cli import common
+from sharding import probe
+
+TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny.json"
+
+
+def run(out_dir: Path, *arguments: str) -> tuple[int, dict]:
+    code = two_device.main(
+        [
+            "bench",
+            f"--out_dir={out_dir}",
+            f"--model={TINY}",
+            "--layers=2",
+            "--chunk_tokens=40",
+            "--prompt_tokens=40,90",
+            *arguments,
+        ]
+    )
+    return code, json.loads((out_dir / "two_device.json").read_text())["sections"]
+
+
+def test_sections_give_one_output_and_stand_beside_their_prediction(tmp_path, capsys):
+    names = "one,pipeline,two_owners,relay,peer_memory,one_streamed,pipeline_streamed,peer_read"
+    code, found = run(tmp_path, f"--sections={names}", "--budget_s=1000")
+    assert code == common.OK
+    assert list(found) == names.split(",")
+    for name, section in found.items():
+        if name == "peer_read":
+            assert "the kernel needs two Hopper GPUs" in section["reason"]
+            continue
+        assert "reason" not in section
+        assert all(row["same_sha"] for row in section["rows"].values())
+        assert all(row["predicted_bytes_equal"] for row in section["rows"].values())
+    assert "expected 2" in found["two_owners"]["side_by_side"]["reason"]
+    for name in ("pipeline", "pipeline_streamed"):
+        for row in found[name]["against"].values():
+            assert row["predicted_s"] > 0
+            assert 0 <= row["predicted_bubble_share"] < 1
+    relay = found["relay"]["moved_bytes"]
+    assert set(relay) == {"relay", "ram"}
+    assert relay["relay"] == relay["ram"]
+    assert set(found["peer_memory"]["moved_bytes"]) == {"peer"}
+    assert found["one_streamed"]["items"] == 8
+    text = capsys.readouterr().err
+    assert text.count("same_sha True") == 12
+    assert "copies_alone_gb_per_s" in text
+
+
+@pytest.mark.slow
+def test_two_processes_and_one_that_is_killed(tmp_path):
+    code, found = run(tmp_path, "--sections=one,processes", "--budget_s=1000")
+    assert code == common.OK
+    section = found["processes"]
+    assert section["exit_code"] == 0
+    assert section["same_sha"]
+    killed = section["killed"]
+    assert killed["exit_code"] == 16
+    assert killed["seconds_to_end"] < 30
+    assert str(killed["victim"]) in killed["named"][0]
+    assert killed["left_running"] == []
+
+
+def test_no_budget_leaves_everything_out(tmp_path):
+    _, found = run(tmp_path, "--sections=one,pipeline", "--budget_s=0")
+    assert [section["reason"][:9] for section in found.values()] == ["left out:"] * 2
+
+
+def test_section_that_fails_or_hangs_leaves_its_reason(tmp_path):
+    bench = two_device.Bench(tmp_path, "synthetic:tiny", 2, 40, [40], float("inf"), "")
+    release = threading.Event()
+
+    def hang(bench):
+        release.wait()
+        return {}
+
+    def fail(bench):
+        raise RuntimeError("first line\nsecond line")
+
+    hung = two_device.run_section(bench, two_device.Section(hang, 0.01, 0))
+    assert hung["reason"] == "not done after 0 s"
+    release.set()
+    failed = two_device.run_section(bench, two_device.Section(fail, 10, 0))
+    assert failed["reason"] == "RuntimeError: first line"
+    assert "first line" in two_device.table({"a": failed})
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--sections=nothing", "expected sections of links"),
+        ("--prompt_tokens=0", "lengths of at least 1"),
+        ("--layers=1", "at least 2 layers"),
+        ("--layers=9", "--layers is 9, expected at most 5"),
+    ],
+)
+def test_mistakes_are_refused(flag, message, tmp_path, capsys):
+    code = two_device.main(["bench", f"--out_dir={tmp_path}", f"--model={TINY}", flag])
+    assert code == common.USER_ERROR
+    assert message in capsys.readouterr().err
+
+
+def test_links_of_two_devices():
+    settings = probe.Settings(sizes=(4096, 8192), repeats=1, in_flight_bytes=8192, matmul_size=16)
+    found = links.measure(jax.devices()[:2], settings)
+    assert [row["bytes"] for row in found["peer_0_to_1"]] == [4096, 8192]
+    assert found["peer_both_gb_per_s"] > 0
+    assert found["host_to_both_gb_per_s"] > 0
+    assert not found["host_registered"]
+    assert [row["compute_on"] for row in found["peer_beside_compute"]] == ["source", "target"]
+
+
+def test_calls_of_two_owners_are_matched_by_their_kernels():
+    cold, hot = [], []
+    for call in range(3):
+        at = 1000.0 * call
+        cold += [Kernel("gate", at, at + 100), Kernel("down", at + 100, at + 200)]
+        hot += [Kernel("gate", at + 50, at + 150), Kernel("down", at + 150, at + 250)]
+        hot += [Kernel("fusion", at, at + 1)] * 2
+        cold.append(Kernel("fusion", at, at + 1))
+    found = overlap.pairs(hot, cold, 3)
+    assert found["kernels"] == ["gate", "down"]
+    assert found["overlapping_calls"] == 3
+    assert found["overlap_share"] == pytest.approx(0.75)
+    assert found["start_gap_us_median"] == pytest.approx(0.05)
+    assert found["hot_ms_median"] == found["cold_ms_median"] == pytest.approx(2e-4)
+    with pytest.raises(ValueError, match="no kernel ran a multiple of 7 times"):
+        overlap.pairs(hot, cold, 7)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_peer_kernel_compiles_for_two_gpus_without_multicast(remote):
+    device = AbstractDevice("NVIDIA H200", 132, "gpu")
+    mesh = AbstractMesh((2,), (peer_read.AXIS,), (AxisType.Auto,), abstract_device=device)
+    shape = jax.ShapeDtypeStruct((2 * 132 * 4 * peer_read.ROWS, peer_read.COLUMNS), jnp.int32)
+    program = peer_read.program(mesh, 132, remote=remote)
+    text = program.trace(shape).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert "multimem" not in text
+
+
+def test_peer_kernel_says_why_it_does_not_run(capsys):
+    assert peer_read.main(["peer_read"]) == 0
+    assert "the kernel needs two Hopper GPUs" in json.loads(capsys.readouterr().out)["reason"]
