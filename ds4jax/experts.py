@@ -155,11 +155,14 @@ def file_locator(
             "checkpoint folder, or config.streaming.tier='ram'"
         )
 
-    extent = source.extent
+    extent, stamps = source.extent, source.files.stamps
 
     def locate(layer: int, item: int, component: str) -> list[streaming.FileRange]:
         places = map(extent, tensor_names(first_layer + layer, item, component))
-        return [streaming.FileRange(place.path, place.offset, place.nbytes) for place in places]
+        return [
+            streaming.FileRange(place.path, place.offset, place.nbytes, stamps[place.path])
+            for place in places
+        ]
 
     return locate
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from streaming.errors import ReadError
+from streaming.errors import ReadError, StreamError
 from streaming.monitor import Monitor
 from streaming.pinned import Pinner
 from streaming.slab import PAGE_BYTES, SlabLayout, page_round
@@ -34,11 +34,16 @@ _BOUNCE_BYTES = 4 << 20  # direct reads of unaligned ranges pass through a buffe
 
 
 class FileRange(NamedTuple):
-    """Bytes offset..offset + nbytes of a file."""
+    """Bytes offset..offset + nbytes of a file.
+
+    stamp  size and modification time (ns) of the file when the range was found in it: a read of a
+           file that has another by then fails
+    """
 
     path: str
     offset: int
     nbytes: int
+    stamp: tuple[int, int] | None = None
 
 
 # Where a component of an item is: ranges that follow each other in the component's buffer.
@@ -101,6 +106,12 @@ class _Files:
                 if self._mapped and identity.nbytes:
                     file.mapping = mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_READ)
                 self._files[source.path] = file
+        stamp = (file.identity.nbytes, file.identity.modified_ns)
+        if source.stamp not in (None, stamp):
+            raise ReadError(
+                f"{source.path} changed after it was opened (size and time in ns: {source.stamp} "
+                f"before, {stamp} now): load the model again"
+            )
         if source.offset + source.nbytes > file.identity.nbytes:
             raise ReadError(
                 f"{source.path} has {file.identity.nbytes} bytes, expected at least "
@@ -123,7 +134,10 @@ class _Files:
         try:
             found = Identity.of(source.path)
         except FileNotFoundError:
-            raise ReadError(f"{source.path} was removed while it was being read") from None
+            raise ReadError(
+                f"{source.path} was removed while it was being read: put it back and load the "
+                "model again"
+            ) from None
         if found != file.identity:
             raise ReadError(
                 f"{source.path} changed while it was being read (size, time or inode: "
@@ -236,7 +250,7 @@ def _read_fully(
 def _short(source: FileRange, done: int) -> ReadError:
     return ReadError(
         f"{source.path} gave {done} of {source.nbytes} bytes at offset {source.offset}: the file "
-        "is truncated or its disk is failing"
+        "is truncated or its disk is failing, check the disk or fetch the file again"
     )
 
 
@@ -263,7 +277,7 @@ def _joined(sources: Sequence[tuple[int, FileRange]]) -> list[tuple[int, FileRan
             nbytes = last.nbytes + source.nbytes
             continues = (last.path, last.offset + last.nbytes) == (source.path, source.offset)
             if continues and nbytes <= _TASK_BYTES:
-                joined[-1] = (item, FileRange(last.path, last.offset, nbytes))
+                joined[-1] = (item, last._replace(nbytes=nbytes))
                 continue
         joined.append((item, source))
     return joined
@@ -487,7 +501,7 @@ class DiskRing:
                 found = self._locate(request.layer, item, component.name)
                 nbytes = sum(source.nbytes for source in found)
                 if nbytes != component.nbytes:
-                    raise ReadError(
+                    raise StreamError(
                         f"{component.name} of item {item}, layer {request.layer} has {nbytes} "
                         f"bytes in files, expected {component.nbytes}"
                     )
@@ -496,7 +510,7 @@ class DiskRing:
             for item, source in _joined(sources):
                 for start in range(0, source.nbytes, _TASK_BYTES):
                     nbytes = min(_TASK_BYTES, source.nbytes - start)
-                    part = FileRange(source.path, source.offset + start, nbytes)
+                    part = source._replace(offset=source.offset + start, nbytes=nbytes)
                     target = out[done + start : done + start + nbytes]
                     tasks.append(_Task(request, item, component.name, part, target))
                 done += source.nbytes
@@ -518,7 +532,7 @@ class DiskRing:
                 if not self._monitor.stopped:
                     asked = self._reader.read(task.source, task.out)
                     if len(task.out) != task.source.nbytes:
-                        raise ReadError(f"{task.source} does not fit its buffer")
+                        raise StreamError(f"{task.source} does not fit its buffer")
                     self._check_bytes(task.component, task.source, task.out)
             except BaseException as error:  # a thread that ended silently would leave a hang
                 failure = error
@@ -553,7 +567,12 @@ class DiskRing:
         where = f"layer {request.layer}"
         if task is not None:
             where = f"{task.component} of item {task.item}, layer {request.layer}"
-        failure = ReadError(f"reading {where} failed: {type(error).__name__}: {error}")
+        # Files and disks are the user's to mend; anything else is a fault of the program.
+        kind = ReadError if isinstance(error, ReadError | OSError) else StreamError
+        reason = str(error) if isinstance(error, ReadError) else f"{type(error).__name__}: {error}"
+        if task is not None and isinstance(error, OSError):
+            reason = f"{task.source.path}: {reason}: check the disk, or fetch the file again"
+        failure = kind(f"reading {where} failed: {reason}")
         failure.__cause__ = error
         self._monitor.fail_locked(failure)
 

@@ -9,7 +9,9 @@ class StreamError(RuntimeError):
 
 
 class ReadError(StreamError):
-    """A file gave fewer bytes than it should, or is no longer the file that was opened."""
+    """A file gave fewer bytes than it should, is no longer the file that was opened, or its disk
+    fails; the message names the file and what to do.
+    """
 
 
 class StreamStalled(StreamError):

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from ds4jax.checkpoint import keys, storage
-from ds4jax.checkpoint.safetensors import Extent, close_all, read_exactly
+from ds4jax.checkpoint.files import OpenFiles
+from ds4jax.checkpoint.safetensors import Extent
 from ds4jax.checkpoint.source import READ_THREADS, CheckpointError, TensorInfo, TensorSource
 from ds4jax.config import ModelConfig
 
@@ -100,14 +101,14 @@ class ConvertedSource(TensorSource):
             for name, (dtype, shape) in self.index["resident"]["tensors"].items()
         }
         self._infos = {**self._resident, **self._expert_infos()}
-        self._files: dict[str, int] = {}
-        self._close = weakref.finalize(self, close_all, self._files)
+        self.files = OpenFiles()
+        self._close = weakref.finalize(self, self.files.close)
         problems = []
         for layer, (_, nbytes) in enumerate(self._layers):
             path = self.folder / slab_name(layer)
             size = path.stat().st_size if path.is_file() else None
             if size == nbytes:
-                self._files[str(path)] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self.files.open(str(path))
                 continue
             found = "is absent" if size is None else f"has {size} bytes"
             problems.append(f"{path} {found}, expected {nbytes} bytes: convert again")
@@ -175,9 +176,7 @@ class ConvertedSource(TensorSource):
             buffer[:] = array.reshape(-1).view(np.uint8)[start : start + buffer.nbytes]
             return
         extent = self.extent(name)
-        if extent.path not in self._files:
-            raise ValueError(f"{name} was read after its checkpoint {self.folder} was closed")
-        read_exactly(self._files[extent.path], extent.path, buffer, extent.offset + start)
+        self.files.read(extent.path, buffer, extent.offset + start)
 
     def read_many(self, names: Iterable[str]) -> dict[str, np.ndarray]:
         names = list(names)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ds4jax.checkpoint.files import OpenFiles
 from ds4jax.checkpoint.source import DTYPES, CheckpointError, TensorInfo, TensorSource
 from ds4jax.config import ModelConfig
 
@@ -50,13 +51,10 @@ class SafetensorsSource(TensorSource):
         self.config = config
         self._infos = dict(infos)
         self._extents = dict(extents)
-        self._files: dict[str, int] = {}
-        self._stamps: dict[str, list[int]] = {}
-        self._close = weakref.finalize(self, close_all, self._files)
+        self.files = OpenFiles()
+        self._close = weakref.finalize(self, self.files.close)
         for path in {extent.path for extent in self._extents.values()}:
-            self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            status = os.fstat(self._files[path])
-            self._stamps[path] = [status.st_size, status.st_mtime_ns]
+            self.files.open(path)
 
     def close(self) -> None:
         self._close()
@@ -74,7 +72,7 @@ class SafetensorsSource(TensorSource):
 
     def provenance(self, names: Iterable[str]) -> dict[str, list[int]]:
         paths = {self.extent(name).path for name in names}
-        return {os.path.basename(path): self._stamps[path] for path in sorted(paths)}
+        return {os.path.basename(path): list(self.files.stamps[path]) for path in sorted(paths)}
 
     def read_into(self, name: str, buffer: np.ndarray, start: int = 0) -> None:
         extent = self.extent(name)
@@ -83,38 +81,7 @@ class SafetensorsSource(TensorSource):
                 f"{name} has {extent.nbytes} bytes, bytes {start}..{start + buffer.nbytes} were "
                 "asked for"
             )
-        if extent.path not in self._files:
-            raise ValueError(f"{name} was read after its checkpoint {self.folder} was closed")
-        read_exactly(self._files[extent.path], extent.path, buffer, extent.offset + start)
-
-
-def close_all(files: dict[str, int]) -> None:
-    """Closes and forgets open files (path -> descriptor)."""
-    while files:
-        os.close(files.popitem()[1])
-
-
-def read_exactly(file: int, path: str, buffer: np.ndarray, offset: int) -> None:
-    """Fills `buffer` (contiguous) from `offset` of an open file.
-
-    Raises CheckpointError when the file ends before the buffer is full or cannot be read.
-    """
-    rest = memoryview(buffer).cast("B")
-    while rest:
-        # One call moves at most 2 GiB - 4 KiB on Linux, hence the loop.
-        try:
-            count = os.preadv(file, [rest], offset)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be read at offset {offset} ({error.strerror}): check the disk"
-            ) from error
-        if count == 0:
-            raise CheckpointError(
-                f"{path} ended {len(rest)} bytes early at offset {offset}: it was cut while being "
-                "read, fetch it again"
-            )
-        rest = rest[count:]
-        offset += count
+        self.files.read(extent.path, buffer, extent.offset + start)
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> SafetensorsSource:

@@ -10,6 +10,7 @@ from typing import Any
 
 from absl import flags
 
+import streaming
 from ds4jax.checkpoint.source import CheckpointError
 from ds4jax.config import ConfigError
 from ds4jax.report import OutputError
@@ -23,7 +24,15 @@ class UsageError(ValueError):
     """A command line that cannot be run: names the flag and what was expected."""
 
 
-USER_ERRORS = (CheckpointError, ConfigError, OutputError, PlanError, PromptError, UsageError)
+USER_ERRORS = (
+    CheckpointError,
+    ConfigError,
+    OutputError,
+    PlanError,
+    PromptError,
+    UsageError,
+    streaming.ReadError,
+)
 
 
 class _Help(Exception):

@@ -168,7 +168,7 @@ def test_extents_of_experts_and_ranges_of_residents(finished):
             source.read_into("norm.weight", part, 250)
         with pytest.raises(CheckpointError, match="has no tensor mtp"):
             source.info("mtp.0.enorm.weight")
-    with pytest.raises(ValueError, match=r"after its checkpoint .* was closed"):
+    with pytest.raises(ValueError, match="after its checkpoint was closed"):
         source.read("layers.2.ffn.experts.5.w2.weight")
 
 

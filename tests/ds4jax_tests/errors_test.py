@@ -7,12 +7,13 @@ import errno
 import json
 import os
 import pathlib
+import re
 import shutil
 
 import numpy as np
 import pytest
 
-from ds4jax import admission, testing
+from ds4jax import admission, events, testing
 from ds4jax import report as reports
 from ds4jax.cli import prefill
 from ds4jax.config import ModelConfig
@@ -159,6 +160,18 @@ def test_expert_scale_that_is_no_number(streaming, fails, copy):
     assert name in message
     assert "NaN (byte 255)" in message
     assert "fetch the checkpoint again" in message
+
+
+def test_file_that_shrinks_while_experts_are_read_from_it(fails, copy, monkeypatch):
+    def shrink(event: events.Event) -> None:
+        if isinstance(event, events.LayerDone):
+            os.truncate(copy / "model.safetensors", 1000)
+
+    monkeypatch.setattr(events, "jsonl", lambda file: shrink)
+    flags = ("resident_fraction=0", "tier=disk", "window=0", "order=layer_major")
+    message = fails(copy, "--prompt=x", *(f"--config.streaming.{flag}" for flag in flags))
+    assert re.search(r"reading \w+ of item \d+, layer \d failed: .*model\.safetensors", message)
+    assert "load the model again" in message or "fetch the file again" in message
 
 
 def test_missing_and_unexpected_tensors_are_listed_together(fails, copy):

@@ -352,6 +352,14 @@ def test_changed_checkpoint_file_is_refused(folder, tmp_path):
             engine.prefill(IDS[:20])
 
 
+def test_checkpoint_file_that_changes_before_its_first_read_from_disk_is_refused(tmp_path):
+    copy = testing.write_checkpoint(tmp_path / "copy", CONFIG, seed=0)
+    with load(copy, resident_fraction=0, tier="disk", order="layer_major") as engine:
+        os.utime(copy / "model.safetensors", (1, 1))
+        with pytest.raises(ReadError, match=r"model\.safetensors changed after .* load the model"):
+            engine.prefill(IDS[:20])
+
+
 def test_disk_tier_needs_files():
     with pytest.raises(PlanError, match="this checkpoint has no files"):
         load(resident_fraction=0.5, tier="disk")

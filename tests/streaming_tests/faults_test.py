@@ -132,13 +132,23 @@ class Faulty:
 
 @pytest.mark.parametrize("at", [0, 40, 150, 400])
 @pytest.mark.parametrize("window", [0, 1, 4])
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), SystemExit("thread killed")])
-def test_failed_read_surfaces_and_the_next_run_is_right(rig, folder, at, window, error):
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(5, "Input/output error"), ReadError),
+        (SystemExit("thread killed"), StreamError),
+    ],
+)
+def test_failed_read_surfaces_and_the_next_run_is_right(rig, folder, at, window, error, kind):
     """A SystemExit is how a thread dies without a trace: it must not leave its readers waiting."""
     here = rig(ring=make_ring(folder, Faulty(at, error), window=window), window=window)
-    with pytest.raises(ReadError, match=r"reading \w+ of item \d, layer \d failed"):
+    with pytest.raises(kind, match=r"reading \w+ of item \d, layer \d failed") as caught:
         here.run()
-    with pytest.raises(ReadError):
+    if kind is ReadError:  # of a file, which the message names with what to do
+        assert re.search(r"shard-\d\.bin: OSError: .* check the disk", str(caught.value))
+    else:
+        assert not isinstance(caught.value, ReadError)
+    with pytest.raises(kind):
         here.streamer.take(0)
     here.recover()
 
@@ -166,6 +176,26 @@ def test_file_that_changes_during_a_run_is_named(rig, folder, reader):
 
     with pytest.raises(ReadError, match=r"shard-0\.bin changed while it was being read"):
         testing.run_steps(here.streamer, STEPS, here.device, on_step=change)
+
+
+@pytest.mark.parametrize("reader", [PreadReader, MmapReader, DirectReader])
+def test_file_that_changed_before_its_first_read_is_named(rig, folder, reader):
+    locate = testing.write_files(LAYOUT, folder)
+
+    def stamped(layer, item, component):
+        return [
+            place._replace(stamp=stamps[place.path]) for place in locate(layer, item, component)
+        ]
+
+    stamps = {}
+    for path in map(str, folder.glob("shard-*.bin")):
+        stamps[path] = (os.stat(path).st_size, os.stat(path).st_mtime_ns)
+    ring = DiskRing(LAYOUT, stamped, rows=ITEMS, slots=5, reader=reader(), poison=True)
+    rig(ring=ring).run()
+    os.utime(folder / "shard-0.bin", (1, 1))
+    ring = DiskRing(LAYOUT, stamped, rows=ITEMS, slots=5, reader=reader(), poison=True)
+    with pytest.raises(ReadError, match=r"shard-0\.bin changed after it was opened .* load"):
+        rig(ring=ring).run()
 
 
 def test_removed_and_truncated_files_are_named(rig, folder):
@@ -445,7 +475,7 @@ def test_locations_that_do_not_fit_a_component_are_named(rig, folder):
         slots=2,
     )
     here = rig(ring=ring, window=1)
-    with pytest.raises(ReadError, match=r"item 0, layer 0 has 10 bytes in files, expected 15"):
+    with pytest.raises(StreamError, match=r"item 0, layer 0 has 10 bytes in files, expected 15"):
         here.run()
 
 
