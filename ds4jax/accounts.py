@@ -80,6 +80,8 @@ def plan_record(plans: Sequence[Plan], devices: Sequence[str]) -> list[dict[str,
             "window_slabs": plan.experts.resolved_window if plan.experts.streams else None,
             "slab_budget_bytes": plan.experts.slab_bytes,
             "host_store_bytes": plan.store_bytes,
+            "activations": plan.activations,
+            "host_activation_bytes": plan.host_activation_bytes,
             "price": {
                 **dataclasses.asdict(plan.price),
                 "total_bytes": plan.price.total_bytes,
@@ -118,6 +120,9 @@ def streaming_record(
         "moved_experts": _by_tier(ledger.moved_items for ledger in ledgers),
         **{name: _rounded(value) for name, value in totals.items()},
         "storage_bytes": None if None in storage else sum(filter(None, storage)),
+        # Beside what the ledgers count: activations that wait in host memory between layers.
+        "activations_to_host_bytes": sum(part.activations.to_host for part in passes),
+        "activations_to_device_bytes": sum(part.activations.to_device for part in passes),
         "overlap": _rounded(totals["both_busy_s"] / least) if least > 0 else None,
         "peak_live_bytes": max(ledger.peak_live_bytes for ledger in ledgers),
         "peak_live_slabs": max(ledger.peak_live_units for ledger in ledgers),

@@ -16,6 +16,7 @@ import numpy as np
 
 import streaming
 from ds4jax import accounts, admission, events, passes, peers
+from ds4jax.activations import on_device
 from ds4jax.cache import (
     PausedPass,
     SequenceState,
@@ -488,7 +489,7 @@ class Engine:
         batch = (
             stage.prepare(pieces, None)
             if paused is None
-            else stage.prepare(pieces, jax.device_put(paused.streams, stage.device), paused.layer)
+            else stage.prepare(pieces, paused.streams, paused.layer)
         )
         layers, tokens = len(stage.layers), sum(piece.length for piece in slices)
         before = layers * (slices[0].job.done_before + slices[0].first)
@@ -505,7 +506,7 @@ class Engine:
             paused=stopped if len(slices) > 1 else lambda: False,
         )
         if batch.layer == layers:
-            streams = [work.streams for work in batch.works]
+            streams = batch.streams
             wall = time.perf_counter() - began
             self._deliver_batch(slices, streams, readings, mode, on_event, report, wall, compiled)
             return {}
@@ -518,7 +519,7 @@ class Engine:
             held[index] = PausedPass(
                 batch.layer,
                 self._state_of(reading),
-                tuple(batch.works[number].streams for number in own),
+                tuple(batch.streams[number] for number in own),
                 tuple(slices[number].length for number in own),
             )
         return held
@@ -585,12 +586,14 @@ class Engine:
         put: Sink,
     ) -> None:
         """Makes the output rows of a chunk, at most 128 at a time."""
+        # The head is compiled for every row shape, so that the next prompt compiles nothing.
+        if mode == "none" or (mode == "last" and not ends and len(streams) in self._shapes_seen):
+            return
+        streams = on_device(streams, self._stages[-1].device)
         if mode == "last":
+            row = runner.logits(streams, rows - 1, rows)
             if ends:
-                put("logits", runner.logits(streams, rows - 1, rows))
-            elif streams.shape[0] not in self._shapes_seen:
-                # Compiles the head for this row shape, so that the next prompt compiles nothing.
-                runner.logits(streams, rows - 1, rows)
+                put("logits", row)
         elif mode == "all":
             for first, stop in tiles(rows):
                 put("logits", runner.logits(streams, first, stop))
@@ -733,7 +736,7 @@ class _Pipelined:
         pieces = self._pieces[number]
         batch = stage.prepare(pieces, streams or None)
         self._reports[number].append(stage.run(batch, pieces))
-        return tuple(work.streams for work in batch.works)
+        return batch.streams
 
     def _sink(self, number: int, chunk: int, streams: tuple[jax.Array, ...]) -> None:
         if number >= self._cut:

@@ -17,9 +17,10 @@ import jax
 import numpy as np
 
 import streaming
+from ds4jax.activations import Moved, Shelf
 from ds4jax.cache import Chunk, LayerState
 from ds4jax.experts import ExpertPool, absent_experts
-from ds4jax.moe import Routing
+from ds4jax.moe import LayerSlabs, Routing
 from ds4jax.runner import Runner
 
 NOTE_TIMEOUT_S = 60.0  # for a router's note, beyond which a device is taken to hang
@@ -35,12 +36,10 @@ class Work:
 
     sequence  index of its sequence in the states of the pass
     chunk     on the device of the pass
-    streams   [T, S, D], what enters the next layer; consumed and replaced layer by layer
     """
 
     sequence: int
     chunk: Chunk
-    streams: jax.Array
 
 
 @dataclasses.dataclass
@@ -48,13 +47,20 @@ class Pass:
     """A micro-batch between two layers; `run` takes it further.
 
     works   its chunks; those of one sequence in the order of their positions
+    shelf   the streams [T, S, D] of each, which enter the next layer
     states  one list of layer states per sequence; consumed and replaced
     layer   the next layer to visit; layers count from the first one of the runner
     """
 
-    works: list[Work]
+    works: Sequence[Work]
+    shelf: Shelf[jax.Array]
     states: list[list[LayerState]]
     layer: int = 0
+
+    @property
+    def streams(self) -> tuple[jax.Array, ...]:
+        """The streams of every chunk, on the device or in host memory."""
+        return self.shelf.trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +72,8 @@ class PassReport:
     counts        i64 [layers, E], how many rows chose each expert
     distinct      distinct experts of each layer visited
     ledgers       what was streamed, by stage; empty when nothing is
+    activations   bytes of activations that went to host memory and came back; they are no part of
+                  the ledgers
     """
 
     work_seconds: tuple[float, ...]
@@ -73,6 +81,7 @@ class PassReport:
     counts: np.ndarray
     distinct: tuple[int, ...]
     ledgers: tuple[streaming.Ledger, ...]
+    activations: Moved = dataclasses.field(default_factory=Moved)
 
 
 def run(
@@ -102,14 +111,15 @@ def run(
         try:
             visited = 0
             for number, step in enumerate(steps):
-                _visit(batch, runner, pool, number, step, notes, clock)
+                last = number + 1 == len(steps)
+                _visit(batch, runner, pool, number, step, notes, clock, last)
                 visited += 1
                 batch.layer = step.layer + 1
                 on_layer(step.layer)
                 if visited < len(steps) and paused():
                     break
             # The clock has seen every router; what follows the last one is still running.
-            jax.block_until_ready([work.streams for work in batch.works])
+            jax.block_until_ready(batch.streams)
             distinct = _settle(pool, steps[:visited], notes, usage, len(batch.works))
             ledger = pool.finish(distinct) if visited == len(steps) else pool.abort()
         except BaseException:
@@ -122,6 +132,7 @@ def run(
         usage.counts,
         tuple(distinct),
         () if ledger is None else (ledger,),
+        batch.shelf.moved,
     )
 
 
@@ -133,83 +144,114 @@ def _visit(
     step: streaming.Step,
     notes: streaming.Notes,
     clock: "_StepClock",
+    last: bool,
 ) -> None:
-    """One layer on all chunks of the micro-batch."""
-    layer, works, cold = step.layer, batch.works, pool.cold
+    """One layer on all chunks of the micro-batch; `last` when no other layer follows."""
+    layer, works, shelf, cold = step.layer, batch.works, batch.shelf, pool.cold
     place = runner.layers[layer]
     resident = pool.resident[layer]
+    # Before the slabs: a copy of activations behind theirs would come late.
+    shelf.fetch_ahead(0)
     pool.issue_ahead(number)
 
-    def begin(index: int) -> Routing:
+    def begin(index: int) -> tuple[jax.Array, Routing]:
         work = works[index]
         states = batch.states[work.sequence]
-        work.streams, states[layer] = runner.attend(place, work.streams, states[layer], work.chunk)
-        routing = runner.route(place, work.streams, work.chunk)
+        streams, states[layer] = runner.attend(place, shelf.take(index), states[layer], work.chunk)
+        routing = runner.route(place, streams, work.chunk)
         note = number * len(works) + index
         notes.send(note, layer, routing.ids, as_ids=step.mode == "routed")
         clock.reached(routing.ids)
-        return routing
-
-    def end(index: int, routing: Routing, slots: jax.Array | None) -> None:
-        work = works[index]
-        assert slots is not None  # every expert has an owner
-        work.streams = runner.finish(place, work.streams, routing, slots)
-
-    def with_cold(
-        routings: list[Routing], hot: Callable[[], list[jax.Array | None]]
-    ) -> list[jax.Array | None]:
-        if cold is None:
-            return hot()
-        return cold.complete(runner.experts, layer, routings, hot)
+        return streams, routing
 
     if step.mode != "routed" and pool.waves(number) <= 1:
         # One slab serves all chunks: each is finished before the next begins.
-        streams = pool.waves(number) == 1
-        parts = [part for part in (resident, pool.take(number, 0) if streams else None) if part]
-        ids = []
-        for index in range(len(works)):
-            routing = begin(index)
+        streamed = pool.waves(number) == 1
+        parts = [part for part in (resident, pool.take(number, 0) if streamed else None) if part]
+        ready: list[jax.Array] = []  # when the slab is needed
+        done: list[jax.Array] = []
+        for index in shelf.sweep(again=not last):
+            streams, routing = begin(index)
 
             def through_parts(routing: Routing = routing) -> list[jax.Array | None]:
                 slots: jax.Array | None = None
                 for part in parts:
+                    if not ready and part is parts[-1]:
+                        ready.append(routing.ids if slots is None else runner.tick(slots))
                     slots = runner.experts(routing, part, slots)
                 return [slots]
 
-            (slots,) = with_cold([routing], through_parts)
-            end(index, routing, slots)
-            ids.append(routing.ids)
+            (slots,) = (
+                through_parts()
+                if cold is None
+                else cold.complete(runner.experts, layer, [routing], through_parts)
+            )
+            assert slots is not None  # every expert has an owner
+            streams = runner.finish(place, streams, routing, slots)
+            if index + 1 == len(works):
+                done.append(runner.tick(streams))
+            shelf.put(index, streams)
+            del streams, routing, slots, through_parts
         del parts
-        if streams:
-            pool.computed(number, 0, runner.tick(works[-1].streams), ids[-1])
+        if streamed:
+            pool.computed(number, 0, done[-1], ready[0])
         return
-    routings = [begin(index) for index in range(len(works))]
+    routings: Shelf[Routing] = shelf.beside()
+    held: Shelf[jax.Array] = shelf.beside()
+    ids: list[jax.Array] = []
+    for index in shelf.sweep():
+        streams, routing = begin(index)
+        shelf.put(index, streams)
+        routings.put(index, routing)
+        ids.append(routing.ids)
+        del streams, routing
 
-    def through_waves() -> list[jax.Array | None]:
+    def through(part: LayerSlabs) -> jax.Array:
+        """Experts of one slab on all chunks; returns what is ready when they have run."""
+        ends: list[jax.Array] = []
+        for index, _ in zip(routings.sweep(), held.sweep(), strict=True):
+            slots = held.take(index) if held.holds(index) else None
+            slots = runner.experts(routings.take(index, keep=True), part, slots)
+            if index + 1 == len(works):
+                ends.append(runner.tick(slots))
+            held.put(index, slots)
+            del slots
+        return ends[-1]
+
+    def through_waves() -> None:
         if step.mode == "routed":
             numbers = range(number * len(works), (number + 1) * len(works))
             asked = [notes.wait(one, NOTE_TIMEOUT_S).values for one in numbers]
             pool.routed(number, np.concatenate(asked))
         # The residents' share is dispatched before the slabs are: it hides what is still on its
         # way.
-        held = [runner.experts(routing, resident) if resident else None for routing in routings]
+        ready = through(resident) if resident else ids[-1]
         for wave in range(pool.waves(number)):
             if wave:
                 pool.issue_ahead(number, wave)
-            slab = pool.take(number, wave)
-            for index, routing in enumerate(routings):
-                held[index] = runner.experts(routing, slab, held[index])
-            del slab
-            output = held[-1]
-            assert output is not None
-            pool.computed(number, wave, runner.tick(output), routings[-1].ids)
-            del output
-        return held
+            pool.computed(number, wave, through(pool.take(number, wave)), ready)
 
-    held = with_cold(routings, through_waves)
-    for index, routing in enumerate(routings):
-        slots, held[index] = held[index], None
-        end(index, routing, slots)
+    if cold is None:
+        through_waves()
+    else:  # activations are on the device, see `plan.make_plan`
+
+        def hot() -> list[jax.Array | None]:
+            through_waves()
+            return [held.take(index) if held.holds(index) else None for index in range(len(works))]
+
+        for index, slots in enumerate(cold.complete(runner.experts, layer, routings.trees, hot)):
+            assert slots is not None  # every expert has an owner
+            held.put(index, slots)
+            del slots
+    for index, *_ in zip(
+        shelf.sweep(again=not last),
+        routings.sweep(again=False),
+        held.sweep(again=False),
+        strict=True,
+    ):
+        shelf.put(
+            index, runner.finish(place, shelf.take(index), routings.take(index), held.take(index))
+        )
 
 
 def _settle(

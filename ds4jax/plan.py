@@ -6,13 +6,14 @@ choice itself is `sharding.split`'s. Nothing here changes an output bit, and not
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 import streaming
-from ds4jax import admission, peers
+from ds4jax import activations, admission, peers
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import ConfigError
@@ -36,6 +37,8 @@ class Plan:
     micro_batch_tokens  tokens that pass over the experts together; chunk_tokens = chunk-major
     price               bytes by use, all of it on the device
     store_bytes         experts in host memory: all that are streamed, or the ring before a disk
+    activations         where a micro-batch waits between layers: "device" or "host"
+    host_activation_bytes  page-locked memory for that
     """
 
     layers: range
@@ -43,6 +46,8 @@ class Plan:
     micro_batch_tokens: int
     price: admission.Price
     store_bytes: int
+    activations: str = "device"
+    host_activation_bytes: int = 0
 
     @property
     def order(self) -> str:
@@ -102,6 +107,7 @@ class RunPlan:
             waves=self.waves,
             stages=len(self.stages),
             chunks=self.stages[0].micro_batch_tokens // chunk,
+            activations=self.choice.schedule.activations,
         )
         (schedule,) = problem.schedules
         priced = split.price_plan(problem, schedule, self.choice)
@@ -235,16 +241,24 @@ def _search(
     Raises PlanError when it fits but for the host memory that config.streaming.tier asks for.
     """
     options = run.config.streaming
+    divided = len(places) > 1 or len(layers or ()) not in (0, run.model.num_hidden_layers)
+    if options.activations == "host" and (divided or run.experts < run.model.n_routed_experts):
+        raise PlanError(
+            "config.streaming.activations is 'host' and layers or experts are divided over "
+            "devices, whose micro-batches stay on the device: expected device or auto"
+        )
     for tier in ("ram", "disk") if options.tier == "auto" else (options.tier,):
         found = _with_tier(run, prompts, tier, layers, places)
         if found is None:
             return None
         store = sum(plan.store_bytes for plan in found.stages)
-        if store <= run.machine.host_bytes:
+        waiting = sum(plan.host_activation_bytes for plan in found.stages)
+        if store + waiting <= run.machine.host_bytes:
             return found
         if options.tier != "auto":
+            beside = f" and {waiting} bytes of activations" if waiting else ""
             raise PlanError(
-                f"{store} bytes of streamed experts do not fit in host memory, "
+                f"{store} bytes of streamed experts{beside} do not fit in host memory, "
                 f"{run.machine.host_bytes} bytes are free: set config.streaming.tier='disk' or "
                 "keep more experts on the device"
             )
@@ -258,8 +272,13 @@ def _with_tier(
     run: Run, prompts: Prompts, tier: str, layers: range | None, places: Sequence[int]
 ) -> RunPlan | None:
     best: tuple[split.Plan, bool] | None = None
-    for waves in (False, True) if run.config.streaming.slab_bytes is None else (True,):
-        problem = run.problem(prompts, tier=tier, waves=waves, layers=layers, stages=len(places))
+    slabs = (False, True) if run.config.streaming.slab_bytes is None else (True,)
+    for waves, kept in itertools.product(slabs, _activation_places(run, places, layers)):
+        if kept == "host" and best is not None and best[0].schedule.passes == 1:
+            continue  # the micro-batch fits on the device
+        problem = run.problem(
+            prompts, tier=tier, waves=waves, layers=layers, stages=len(places), activations=kept
+        )
         try:
             choice = _plain_order(run.config, _choose(run.config, problem, layers))
         except PlanError:
@@ -279,6 +298,16 @@ def _with_tier(
         stages.append(_stage(run, choice, stage, tier, own, run.config.peer.device(*neighbour)))
     at = tuple(places[stage.range.device] for stage in choice.stages)
     return RunPlan(tuple(stages), at, choice, run, tier, waves)
+
+
+def _activation_places(run: Run, places: Sequence[int], layers: range | None) -> tuple[str, ...]:
+    """Where the activations of micro-batches may wait; the first one wins a tie."""
+    asked = run.config.streaming.activations
+    if asked != "auto":
+        return (asked,)
+    divided = len(places) > 1 or len(layers or ()) not in (0, run.model.num_hidden_layers)
+    whole = not divided and run.experts == run.model.n_routed_experts
+    return activations.PLACES if whole and not run.machine.one_memory else ("device",)
 
 
 def _neighbour(run: Run, layers: range) -> tuple[int, int]:
@@ -340,8 +369,9 @@ def _stage(
         handoff_bytes=memory["hand-off"],
     )
     plan = ExpertPlan(residency, tier, config.streaming.window, slabs, shares)
-    tokens = choice.schedule.micro_batch_tokens
-    return Plan(layers, plan, tokens, price, store if tier == "ram" else ring)
+    tokens, kept = choice.schedule.micro_batch_tokens, choice.schedule.activations
+    waiting = run.waiting_bytes(tokens) if kept == "host" else 0
+    return Plan(layers, plan, tokens, price, store if tier == "ram" else ring, kept, waiting)
 
 
 def _residency(run: Run, layers: range, residents: int) -> streaming.Residency:

@@ -11,6 +11,7 @@ import numpy as np
 
 import streaming
 from ds4jax import admission, costs, peers
+from ds4jax.activations import HOST_POOL_BYTES, LIVE_CHUNKS
 from ds4jax.cache import state_bytes
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.source import TensorInfo, TensorSource
@@ -146,6 +147,7 @@ class Run:
         layers: range | None = None,
         stages: int = 1,
         chunks: int | None = None,
+        activations: str = "device",
     ) -> Problem:
         """The rows of reading `prompts`.
 
@@ -155,6 +157,7 @@ class Run:
         layers  of the model that are planned for; None for all
         stages  most stages that there may be: more than one hold all sequences until the end
         chunks  of a micro-batch, where that was decided before
+        activations  where a micro-batch of several chunks waits between layers: "device" or "host"
         """
         chosen = range(self.model.num_hidden_layers) if layers is None else layers
         parts = keys.resident_parts(self.model, self.infos)
@@ -195,7 +198,9 @@ class Run:
                 )
                 for device in machine.devices
             ),
-            schedules=tuple(self._schedules(work, chosen, waves, tier, stages, chunks)),
+            schedules=tuple(
+                self._schedules(work, chosen, waves, tier, stages, chunks, activations)
+            ),
             expert_bytes=self.item_bytes,
             link_bytes_per_s=machine.link_bytes_per_s,
             ring_slots=live,
@@ -217,6 +222,7 @@ class Run:
         tier: str,
         stages: int,
         chunks: int | None,
+        activations: str,
     ) -> Iterator[Schedule]:
         total, rows = len(work.rows), int(work.rows.max())
         model, hidden = self.model, self.model.hidden_size * self.numerics.dtype.itemsize
@@ -233,7 +239,17 @@ class Run:
             tokens = count * self.config.prefill.chunk_tokens
             per_pass = ceil_div(int(work.tokens.sum()), passes)
             moved = self._distinct(per_pass, tier)
-            kept = streams + (beside if waves or moved < self.experts else 0)
+            in_parts = waves or moved < self.experts
+            kept = streams + (beside if in_parts else 0)
+            place = activations if several else "device"
+            if place == "host" and self.waiting_bytes(tokens) > self._waiting_limit():
+                continue
+            on_device = count if place == "device" else min(count, LIVE_CHUNKS)
+            wave_ns, crossing = count * self._wave_ns(rows), 0
+            if place == "host":
+                # Streams come to attend, and to finish once more where slabs are parts of a layer.
+                crossing = streams + (streams + 2 * beside if in_parts else 0)
+                wave_ns += count * transfer_ns(rows * beside, self._host_rate())
             before = max(
                 self._workspace(layer, rows, count) - self._workspace(layer, rows, 1)
                 for layer in layers
@@ -247,15 +263,33 @@ class Run:
                     ceil_div(by_kind[model.layer_ratios[layer]], passes) for layer in layers
                 ),
                 distinct=(moved,) * len(layers),
-                activation_bytes=count * rows * kept + before if several else 0,
+                activation_bytes=on_device * rows * kept + before if several else 0,
                 handoff_bytes=ceil_div(int(work.rows.sum()) * streams, passes),
                 receive_bytes=buffers,
                 send_bytes=buffers,
                 embed_ns=self._embed_ns(work, passes) if first else 0,
                 head_ns=self._head_ns(work, passes) if last else 0,
-                wave_ns=count * self._wave_ns(rows),
+                wave_ns=wave_ns,
+                layer_link_bytes=ceil_div(int(work.rows.sum()) * crossing, passes),
+                activations=place,
                 sequences=int(work.prompt[-1]) + 1 if stages > 1 else work.most_sequences(count),
             )
+
+    def waiting_bytes(self, tokens: int) -> int:
+        """Host memory of a micro-batch that waits there: streams, inputs and slots of all rows."""
+        chunks = ceil_div(tokens, self.config.prefill.chunk_tokens)
+        rows = chunks * max(costs.row_shapes(self.config.prefill.chunk_tokens))
+        width = self.model.hc_mult + 1 + self.model.num_experts_per_tok
+        return rows * width * self.model.hidden_size * self.numerics.dtype.itemsize
+
+    def _waiting_limit(self) -> int:
+        """Host memory that activations may take where nobody asks for more."""
+        if self.config.streaming.micro_batch_tokens is not None:
+            return self.machine.host_bytes
+        return min(self.machine.host_bytes // 2, HOST_POOL_BYTES)
+
+    def _host_rate(self) -> int:
+        return min(device.host_link_bytes_per_s for device in self.machine.devices)
 
     def _candidates(self, total: int, chunks: int | None) -> list[tuple[int, int]]:
         """(chunks of a micro-batch, passes) that the configuration leaves open, smallest first."""
@@ -287,7 +321,7 @@ class Run:
         expected = costs.uniform_distinct(self.model, tokens) * everything
         expected /= self.model.n_routed_experts
         if mode == "auto":
-            rate = min(device.host_link_bytes_per_s for device in self.machine.devices)
+            rate = self._host_rate()
             routed = streaming.prefer_routed(
                 distinct_misses=expected,
                 share=everything,

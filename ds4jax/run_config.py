@@ -19,6 +19,7 @@ LOGITS_MODES = ("last", "all", "none", "logprobs")
 PROMPT_FORMS = ("text", "chat", "thinking")
 ORDERS = ("auto", "chunk_major", "layer_major")
 STREAM_MODES = ("auto", "whole", "routed")
+PLACES = ("auto", "device", "host")
 TIERS = ("auto", "ram", "disk")
 NUMA_POLICIES = ("auto", "bind", "interleave", "off")
 NOTES = ("fetch", "callback")
@@ -210,6 +211,13 @@ class StreamingConfig(_Section):
         "Tokens of a layer_major micro-batch, of one or several prompts; rounded up to whole "
         "chunks. Default: the longest prompt, as far as memory allows.",
         minimum=1,
+    )
+    activations: str = _key(
+        "auto",
+        "Where a layer_major micro-batch waits between two layers: device, host (page-locked "
+        "memory; chunks come and go beside the compute), or auto = device while the prompt fits "
+        "there, else where the plan expects less time.",
+        choices=PLACES,
     )
     window: int | None = _key(
         None, "Slabs that are copied ahead. Default: 1 from host memory, 2 from disk.", minimum=0

@@ -13,6 +13,7 @@ import numpy as np
 
 import streaming
 from ds4jax import passes
+from ds4jax.activations import Moved, Shelf, on_device
 from ds4jax.cache import LayerState, make_chunk
 from ds4jax.checkpoint import load as loading
 from ds4jax.checkpoint.source import TensorSource
@@ -77,19 +78,26 @@ class Stage:
     ) -> passes.Pass:
         """A micro-batch in front of `layer`, which counts from the first one of the stage.
 
-        streams  of every chunk, on the device of the stage; None where the stage has the embedding.
+        streams  of every chunk, on the device of the stage or the host; None where the stage has
+        the embedding.
         All chunks go to the device here, ahead of the slabs: a later copy would wait behind these.
         """
         sequences = sorted({piece.sequence for piece in pieces})
-        batch = passes.Pass([], [self.states[sequence] for sequence in sequences], layer)
+        works: list[passes.Work] = []
+        shelf: Shelf[jax.Array] = Shelf(
+            len(pieces), self.device, on_host=self.plan.activations == "host"
+        )
         with jax.default_device(self.device):
             for number, piece in enumerate(pieces):
                 chunk = jax.device_put(
                     make_chunk(piece.ids, piece.position, piece.rows), self.device
                 )
                 entering = self.runner.embed(chunk) if streams is None else streams[number]
-                batch.works.append(passes.Work(sequences.index(piece.sequence), chunk, entering))
-        return batch
+                if streams is not None:  # of a pass that was stopped, wherever they were kept
+                    entering = on_device(entering, self.device)
+                shelf.put(number, entering)
+                works.append(passes.Work(sequences.index(piece.sequence), chunk))
+        return passes.Pass(works, shelf, [self.states[sequence] for sequence in sequences], layer)
 
     def run(
         self,
@@ -165,4 +173,5 @@ def merge_reports(reports: Sequence[passes.PassReport]) -> passes.PassReport:
         np.concatenate([report.counts for report in reports]),
         tuple(count for report in reports for count in report.distinct),
         tuple(ledger for report in reports for ledger in report.ledgers),
+        sum((report.activations for report in reports), start=Moved()),
     )

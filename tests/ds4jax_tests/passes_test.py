@@ -8,6 +8,7 @@ import streaming
 from ds4jax import passes, testing
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.experts import ExpertPool
+from ds4jax.runner import Runner
 
 CONFIG = testing.tiny_config()
 CHUNK = 48
@@ -73,3 +74,36 @@ def test_expert_that_was_not_moved_is_an_error_and_not_a_wrong_answer(engine, mo
         ):
             engine.prefill(IDS)
     np.testing.assert_array_equal(engine.prefill(IDS).logits, expected.logits)
+
+
+@pytest.mark.parametrize("fraction", [0, 0.5])
+def test_a_slab_is_needed_when_the_first_chunk_comes_to_its_experts(fraction, monkeypatch):
+    """What waits for a slab is the first chunk of a micro-batch, after its share of residents."""
+    routed, needed, computed, route = [], [], ExpertPool.computed, Runner.route
+
+    def watch_route(self, layer, streams, chunk):
+        routing = route(self, layer, streams, chunk)
+        routed.append(np.asarray(routing.ids))
+        return routing
+
+    def watch_computed(self, step, wave, output, reached):
+        needed.append(np.asarray(reached))
+        computed(self, step, wave, output, reached)
+
+    monkeypatch.setattr(Runner, "route", watch_route)
+    monkeypatch.setattr(ExpertPool, "computed", watch_computed)
+    config = {
+        "numerics.preset": "oracle",
+        "prefill.chunk_tokens": CHUNK,
+        "streaming.resident_fraction": fraction,
+        "streaming.order": "layer_major",
+        "streaming.mode": "whole",
+    }
+    with ds4jax.load(SyntheticSource(CONFIG, seed=0), config, prompt_tokens=130) as engine:
+        engine.prefill(IDS)
+    assert len(needed) == CONFIG.num_hidden_layers
+    for layer, reached in enumerate(needed):
+        if fraction:  # one element of what the residents gave
+            assert reached.shape == ()
+        else:
+            np.testing.assert_array_equal(reached, routed[3 * layer])

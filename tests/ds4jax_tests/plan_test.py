@@ -11,7 +11,8 @@ import pytest
 
 import streaming
 from ds4jax import plan as planning
-from ds4jax import testing
+from ds4jax import rows, testing
+from ds4jax.activations import LIVE_CHUNKS
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError, ModelConfig
@@ -109,6 +110,91 @@ def test_micro_batch_that_would_displace_all_experts_is_cut():
     assert found.price.micro_batch_bytes >= streams
 
 
+@pytest.mark.parametrize("device_gb", [24, 32, 48, 128])
+@pytest.mark.parametrize("prompt_tokens", [8192, 131_072, 1_000_000])
+def test_activations_wait_where_the_run_takes_less_time(device_gb, prompt_tokens):
+    options = {
+        "prompt_tokens": prompt_tokens,
+        "device_bytes": device_gb * GB,
+        "streaming__order": "layer_major",
+    }
+    found, device, host = (
+        run_plan(streaming__activations=place, **options) for place in ("auto", "device", "host")
+    )
+    assert device.stages[0].activations == "device"
+    if device.choice.schedule.passes == 1:
+        assert found.stages == device.stages
+        return
+    assert host.stages[0].activations == "host"
+    best = min((device, host), key=lambda plan: plan.choice.objective_ns)
+    assert found.stages == best.stages
+    assert found.predict(Prompts.of(prompt_tokens)).seconds == pytest.approx(
+        best.choice.objective_ns / 1e9
+    )
+
+
+def test_price_of_activations_on_the_host_is_that_of_their_way():
+    """A schedule moves the streams of all rows to the device once a layer, twice in parts."""
+    run = rows.Run.of(
+        FLASH,
+        RunConfig(),
+        planned_machine(
+            RunConfig().replace({"memory.device_bytes": 32 * GB}), 13_369_344, 1, 256 * GB
+        ),
+        131_072,
+    )
+    streams, beside = 4 * 4096 * 2, (1 + 6) * 4096 * 2
+    for waves, to_device in ((False, streams), (True, 2 * streams + 2 * beside)):
+        problem = run.problem(Prompts.of(131_072), waves=waves, activations="host")
+        first, *others = problem.schedules
+        assert (first.order, first.activations, first.layer_link_bytes) == (
+            "chunk_major",
+            "device",
+            0,
+        )
+        assert {schedule.activations for schedule in others} == {"host"}
+        for schedule in others:
+            assert schedule.layer_link_bytes == 131_072 // schedule.passes * to_device
+        held = [schedule.activation_bytes for schedule in others]
+        chunks = [schedule.micro_batch_tokens // 8192 for schedule in others]
+        assert chunks == [2, 4, 8, 16]
+        # No more than four chunks are on the device.
+        assert held[0] < held[1] == held[2] == held[3]
+
+
+def test_activations_on_the_host_leave_the_device_to_the_experts():
+    options = {"prompt_tokens": 262_144, "device_bytes": 32 * GB}
+    device = plan(streaming__activations="device", streaming__micro_batch_tokens=65_536, **options)
+    host = plan(streaming__activations="host", streaming__micro_batch_tokens=262_144, **options)
+    assert host.micro_batch_tokens == 262_144
+    assert host.host_activation_bytes == 262_144 * (4 + 1 + 6) * 4096 * 2
+    assert host.price.micro_batch_bytes < device.price.micro_batch_bytes
+    assert host.price.total_bytes <= 32 * GB
+    assert LIVE_CHUNKS * 8192 < 65_536
+    # What waits there and the experts share the host's memory.
+    with pytest.raises(PlanError, match=r"\d+ bytes of activations do not fit in host memory"):
+        plan(
+            streaming__activations="host",
+            streaming__tier="ram",
+            streaming__micro_batch_tokens=262_144,
+            host_bytes=host.store_bytes + 10 * GB,
+            **options,
+        )
+
+
+def test_stages_keep_their_activations_on_the_device():
+    options = {
+        "prompt_tokens": 131_072,
+        "device_bytes": 40 * GB,
+        "pipeline__split": "22,21",
+        "pipeline__devices": "0,1",
+    }
+    assert {each.activations for each in run_plan(**options).stages} == {"device"}
+    for divided in (options, {"peer__devices": "1", "peer__compute_fraction": 0.25}):
+        with pytest.raises(PlanError, match="activations is 'host' and layers or experts are div"):
+            run_plan(streaming__activations="host", **divided)
+
+
 def test_keys_decide_where_they_are_given():
     found = plan(
         prompt_tokens=100_000,
@@ -164,7 +250,8 @@ def test_what_does_not_fit_is_refused_with_the_missing_bytes(options, message):
         ({"streaming__resident_fraction": 250 / 256}, "config.streaming.resident_fraction"),
         ({"streaming__resident_bytes": 140 * GB}, "config.streaming.resident_bytes"),
         ({"device_bytes": 13 * GB, "prompt_tokens": 100_000, "prefill__chunk_tokens": 2048,
-          "streaming__micro_batch_tokens": 100_000}, "config.streaming.order"),
+          "streaming__micro_batch_tokens": 100_000,
+              "streaming__activations": "device"}, "config.streaming.order"),
     ],
 )  # fmt: skip
 def test_a_setting_that_is_said_to_fit_fits(options, setting):

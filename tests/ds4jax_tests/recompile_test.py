@@ -73,3 +73,20 @@ def test_passes_share_the_programs_of_their_notes(notes, mode):
         assert engine._stages[0]._notes._send._cache_size() == (notes == "callback") * (
             1 + (mode == "routed")
         )
+
+
+def test_activations_in_host_memory_need_no_programs_of_their_own():
+    config = {
+        "prefill.chunk_tokens": 40,
+        "streaming.resident_fraction": 0.5,
+        "streaming.order": "layer_major",
+        "streaming.mode": "whole",
+    }
+    source = SyntheticSource(testing.tiny_config(), seed=0)
+    with ds4jax.load(source, config | {"streaming.activations": "device"}) as engine:
+        engine.prefill(prompt(200))
+    with ds4jax.load(source, config | {"streaming.activations": "host"}) as engine:
+        assert engine.plan.activations == "host"
+        before = cached_programs()
+        engine.prefill(prompt(200))
+        assert cached_programs() == before

@@ -14,6 +14,7 @@ import pytest
 import ds4jax
 from ds4jax import engine as engines
 from ds4jax import events, testing
+from ds4jax.activations import Moved
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from sharding.cost import PlanError
 from streaming import ReadError, StreamError
@@ -46,10 +47,11 @@ class Cell(NamedTuple):
     tier: str
     waves: str
     notes: str
+    activations: str
 
 
 GRID = [
-    Cell(*values)
+    cell
     for values in itertools.product(
         (0, 25, 50, 95, 100),
         (0, 1, 2, 4),
@@ -58,7 +60,10 @@ GRID = [
         ("ram", "disk"),
         ("layer", "small"),
         ("fetch", "callback"),
+        ("device", "host"),
     )
+    # Chunk-major has nothing that would wait between two layers.
+    if (cell := Cell(*values)).activations == "device" or cell.order == "layer_major"
 ]
 
 
@@ -66,7 +71,9 @@ def pairwise(grid: list[Cell]) -> list[Cell]:
     """Cells that cover every pair of values of any two settings."""
 
     def pairs(cell: Cell) -> set:
-        return {((i, cell[i]), (j, cell[j])) for i, j in itertools.combinations(range(7), 2)}
+        return {
+            ((i, cell[i]), (j, cell[j])) for i, j in itertools.combinations(range(len(cell)), 2)
+        }
 
     missing, chosen = set().union(*map(pairs, grid)), []
     while missing:
@@ -146,12 +153,29 @@ def check_ledgers(engine: engines.Engine, result: engines.PrefillResult) -> None
         assert ledger.peak_live_bytes <= ledger.budget_bytes == plan.slab_bytes
 
 
+def check_activations(cell: Cell, engine: engines.Engine, result: engines.PrefillResult) -> None:
+    """What left for host memory and came back, apart from the ledgers' bytes."""
+    plan, moved = engine.plan, sum((r.activations for r in result.report.passes), start=Moved())
+    assert plan.activations == cell.activations
+    if cell.activations == "device":
+        assert moved == Moved()
+        return
+    streams = 4 * CHUNK * CONFIG.hc_mult * CONFIG.hidden_size * engine.numerics.dtype.itemsize
+    assert plan.host_activation_bytes >= streams
+    if cell.waves == "layer" and cell.mode == "whole":
+        assert moved == Moved((LAYERS + 1) * streams, LAYERS * streams)
+    else:
+        # Streams come to attend and to finish; routings and slots are on the way as well.
+        assert moved.to_host >= (LAYERS + 1) * streams
+        assert moved.to_device >= LAYERS * streams
+
+
 def run_cell(cell: Cell, folder) -> str:
     slabs = live_bound(cell.window) * WAVE * SOURCE_ITEM_BYTES if cell.waves == "small" else None
     options = {
         "resident_fraction": cell.percent / 100,
         "slab_bytes": slabs,
-        **{key: getattr(cell, key) for key in ("window", "order", "mode", "tier", "notes")},
+        **{key: getattr(cell, key) for key in cell._fields if key not in ("percent", "waves")},
     }
     with load(folder if cell.tier == "disk" else SOURCE, **options) as engine:
         watch = Watch(engine)
@@ -163,6 +187,7 @@ def run_cell(cell: Cell, folder) -> str:
         assert len(result.report.passes) == (1 if cell.order == "layer_major" else 4)
         assert watch.violations == []
         check_ledgers(engine, result)
+        check_activations(cell, engine, result)
         if cell.mode == "routed" and cell.percent < 50:
             whole = sum(map(len, engine.plan.experts.residency.streamed)) * item_bytes(engine)
             assert all(report.ledgers[0].total_bytes < whole for report in result.report.passes)
@@ -376,12 +401,17 @@ def stop_after(stop: threading.Event, layer: int, nth: int = 1) -> events.Observ
     return observe
 
 
-@pytest.mark.parametrize("mode", ["whole", "routed"])
+@pytest.mark.parametrize(("mode", "activations"), [("whole", "device"), ("routed", "host")])
 @pytest.mark.parametrize(("layer", "nth"), [(0, 1), (6, 1), (3, 2)])
 def test_pass_that_was_stopped_between_layers_goes_on_with_the_same_bits(
-    layer, nth, mode, reference
+    layer, nth, mode, activations, reference
 ):
-    options = {"resident_fraction": 0.5, "order": "layer_major", "micro_batch_tokens": 2 * CHUNK}
+    options = {
+        "resident_fraction": 0.5,
+        "order": "layer_major",
+        "micro_batch_tokens": 2 * CHUNK,
+        "activations": activations,
+    }
     with load(mode=mode, **options) as engine:
         stop = threading.Event()
         first = engine.prefill(IDS, on_event=stop_after(stop, layer, nth), stop=stop)
@@ -389,6 +419,8 @@ def test_pass_that_was_stopped_between_layers_goes_on_with_the_same_bits(
         assert first.paused.layer == layer + 1
         assert first.paused.state.position == 2 * CHUNK * (nth - 1)
         assert first.paused.tokens == ((CHUNK, CHUNK), (CHUNK, 4))[nth - 1]
+        kinds = {streams.sharding.memory_kind for streams in first.paused.streams}
+        assert (kinds == {"pinned_host"}) == (activations == "host")
         assert not first.report.passes[-1].ledgers[0].complete
         rest = IDS[first.paused.state.position :]
         result = engine.prefill(rest, paused=first.paused)
