@@ -78,7 +78,10 @@ class LayerState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SequenceState:
-    """State of a sequence: `position` tokens seen (a host integer) and one state per layer."""
+    """State of a sequence: `position` tokens seen (a host integer) and one state per layer.
+
+    In a run of several processes the layers of the other ones are None.
+    """
 
     position: int = dataclasses.field(metadata={"static": True})
     layers: tuple[LayerState, ...]
@@ -201,7 +204,9 @@ def grow_state(state: SequenceState, config: ModelConfig, capacity_tokens: int) 
         return jnp.pad(buffer, ((0, missing), (0, 0)))
 
     layers = tuple(
-        dataclasses.replace(
+        layer
+        if layer is None  # another process has it
+        else dataclasses.replace(
             layer,
             compressed=grow(layer.compressed, ratio),
             index_keys=grow(layer.index_keys, ratio),

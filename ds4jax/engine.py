@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,9 @@ from ds4jax.checkpoint.source import TensorSource
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import CONFIG_FOLDER, ConfigError, ModelConfig
 from ds4jax.costs import row_shapes
+from ds4jax.hosts import Handed, Hosts, Part
 from ds4jax.plan import Plan, RunPlan, plan_local
+from ds4jax.report import versions
 from ds4jax.run_config import RunConfig, SyntheticConfig, leaves
 from ds4jax.runner import COMPILED, LogProbs, Runner, tiles
 from ds4jax.stages import Piece, Stage, load_stages, merge_reports
@@ -99,7 +100,8 @@ class PrefillResult:
     logits    float32 [rows, V]: one row in mode "last", one per token read in mode "all"; None in
               other modes and when a sink took the rows
     logprobs  in mode "logprobs" without a sink
-    state     continues the sequence, see `Engine.prefill`
+    state     continues the sequence, see `Engine.prefill`; in a run of several processes each has
+              the layers of its own stages, and only the last one has logits and logprobs
     paused    set when a stop came between two layers of a micro-batch: `Engine.prefill` takes it
               up again; `state` then belongs to it
     """
@@ -205,7 +207,13 @@ class Engine:
         load_seconds: float,
         fingerprint: str,
         run_plan: RunPlan | None = None,
+        hosts: Hosts | None = None,
+        parts: Sequence[Part] | None = None,
     ):
+        """See `load`; in a run of several processes `stages` are those of this one.
+
+        parts  of all processes
+        """
         self.run_plan = run_plan
         self.model_config: ModelConfig = stages[0].runner.config
         self.numerics = stages[0].runner.numerics
@@ -215,19 +223,21 @@ class Engine:
         self.load_seconds = load_seconds
         self.fingerprint = fingerprint
         self.row_shapes = row_shapes(config.prefill.chunk_tokens)
+        # Of all stages of the run, wherever they are.
         self.plans = tuple(stage.plan for stage in stages)
+        self.devices = tuple(stage.device for stage in stages)
+        if parts is not None:
+            by_id = {each.id: each for each in jax.devices()}
+            self.plans = tuple(plan for part in parts for plan in part.plans)
+            self.devices = tuple(by_id[id] for part in parts for id in part.device_ids)
+        self._hosts = hosts
         self._stages: Sequence[Stage] = stages
         # Row shapes whose head is compiled.
         self._shapes_seen: set[int] = set()
 
     @property
-    def devices(self) -> tuple[jax.Device, ...]:
-        """The device of every plan."""
-        return tuple(stage.device for stage in self._stages)
-
-    @property
     def page_locking(self) -> tuple[streaming.pinned.PinReport, ...]:
-        """What page-locking host memory took, for every stage that streams."""
+        """What page-locking host memory took, for every stage of this process that streams."""
         pinners = (stage.pool.pinner for stage in self._stages)
         return tuple(pinner.report() for pinner in pinners if pinner is not None)
 
@@ -360,6 +370,11 @@ class Engine:
         """
         if count < 1:
             raise PromptError(f"the number of tokens to generate is {count}, expected at least 1")
+        if self._hosts is not None:
+            raise ConfigError(
+                f"a run of {self._hosts.world} processes cannot generate: the first one would need "
+                "the tokens that the last one chooses; load the model in one process"
+            )
         name = "generate"
         tokens = self._check_prompt(ids, name, state, more=count - 1)
         if state is not None:
@@ -406,8 +421,10 @@ class Engine:
                     )
 
         batches = self._micro_batches(jobs, paused)
+        if self._hosts is not None:
+            self._hosts.agree_on_prompts([job.ids for job in jobs])
         try:
-            if len(self._stages) > 1:
+            if len(self.plans) > 1:
                 run = _Pipelined(self, list(batches), readings, mode, on_event, stopped)
                 run.drive(begin)
                 yield from self._finished(readings, everything=True)
@@ -440,8 +457,10 @@ class Engine:
 
     def _state_of(self, reading: _Reading) -> SequenceState:
         """Takes the state of a sequence out of the stages."""
-        layers = (stage.take_state(reading.job.index) for stage in self._stages)
-        return SequenceState(reading.reused + reading.read, tuple(itertools.chain(*layers)))
+        layers: list[Any] = [None] * self.model_config.num_hidden_layers
+        for stage in self._stages:
+            layers[stage.layers.start : stage.layers.stop] = stage.take_state(reading.job.index)
+        return SequenceState(reading.reused + reading.read, tuple(layers))
 
     def _micro_batches(
         self, jobs: Sequence[_Job], paused: PausedPass | None
@@ -642,8 +661,10 @@ class Engine:
         """Raises ConfigError unless the arrays of `state` are those of this model and numerics."""
         capacity = _capacity(state, self.model_config)
         wanted = abstract_state(self.model_config, self.numerics, capacity)
+        here = {layer for stage in self._stages for layer in stage.layers}
+        layers = tuple(each if n in here else None for n, each in enumerate(wanted.layers))
         found = jax.tree_util.tree_leaves_with_path(state.layers)
-        expected = jax.tree_util.tree_leaves_with_path(wanted.layers)
+        expected = jax.tree_util.tree_leaves_with_path(layers)
         for (path, leaf), (wanted_path, shape) in zip(found, expected, strict=False):
             if path != wanted_path or leaf.shape != shape.shape or leaf.dtype != shape.dtype:
                 raise ConfigError(
@@ -655,15 +676,15 @@ class Engine:
         if len(found) != len(expected):
             raise ConfigError(
                 f"state: has {len(found)} arrays in {len(state.layers)} layers, expected "
-                f"{len(expected)} in {len(wanted.layers)}: it belongs to another model"
+                f"{len(expected)} in {len(here)}: it belongs to another model or process"
             )
 
     def _check_paused(self, paused: PausedPass, tokens: int) -> None:
         """Raises ConfigError unless `paused` is a pass of this engine over the next tokens."""
         layers, chunk = self.model_config.num_hidden_layers, self.config.prefill.chunk_tokens
-        if len(self._stages) > 1:
+        if len(self.plans) > 1:
             raise ConfigError(
-                f"paused: the engine has {len(self._stages)} stages, a paused pass goes on with "
+                f"paused: the engine has {len(self.plans)} stages, a paused pass goes on with "
                 "one: resume without config.pipeline.split"
             )
         if not 0 < paused.layer < layers:
@@ -684,7 +705,10 @@ class Engine:
 
 
 class _Pipelined:
-    """Micro-batches on several stages at once; what `Engine._read_batch` does on one."""
+    """Micro-batches on several stages at once; what `Engine._read_batch` does on one.
+
+    In a run of several processes it drives the stages of this one, between the links to the others.
+    """
 
     def __init__(
         self,
@@ -704,29 +728,49 @@ class _Pipelined:
 
     def drive(self, begin: Callable[[Sequence[_Slice]], None]) -> None:
         """Reads all micro-batches, up to a stop; errors of a stage are raised as they are."""
+        hosts = self.engine._hosts
 
         def source(number: int, chunk: int) -> tuple[jax.Array, ...]:
-            if self.stopped():
+            handed = self._enter(number)
+            if handed is None:
                 self._cut = min(self._cut, number)
-            if number < self._cut:
-                begin(self.batches[number])
-                self._pieces[number] = [
-                    piece.piece(self.readings[piece.job.index].reused)
-                    for piece in self.batches[number]
-                ]
-            return ()
+                return ()
+            begin(self.batches[number])
+            self._pieces[number] = [
+                piece.piece(self.readings[piece.job.index].reused) for piece in self.batches[number]
+            ]
+            self._reports[number] = list(handed.reports)
+            return handed.streams
 
         run = pipeline.Pipeline(
             [
-                pipeline.Stage(f"stage {index}", functools.partial(self._run, stage), stage.device)
+                pipeline.Stage(
+                    f"layers {stage.layers.start} to {stage.layers.stop - 1}",
+                    functools.partial(self._run, stage),
+                    # What another process has sent is on this device already, and nobody else's.
+                    stage.device if index else None,
+                )
                 for index, stage in enumerate(self.engine._stages)
             ]
         )
+        units = [pipeline.Unit(n, 0) for n in range(len(self.batches))]
         self._last_s = time.perf_counter()
         try:
-            run.run([pipeline.Unit(n, 0) for n in range(len(self.batches))], source, self._sink)
+            run.run(units, source, self._sink, abort=hosts.close if hosts is not None else None)
+            if hosts is not None:
+                hosts.flush()
+            return
         except pipeline.PipelineError as error:
-            raise (error.__cause__ or error) from error
+            failed = error.__cause__ or error
+        raise failed  # out here: with its own cause, which tells whether a user can mend it
+
+    def _enter(self, number: int) -> Handed | None:
+        """A micro-batch as it comes to the first stage of this process; None for a stop."""
+        hosts = self.engine._hosts
+        if hosts is not None and not hosts.first:
+            return hosts.receive()
+        # The first one is always read: a result is what a stopped run can go on from.
+        return None if number >= self._cut or (number and self.stopped()) else Handed((), ())
 
     def _run(
         self, stage: Stage, number: int, chunk: int, streams: tuple[jax.Array, ...]
@@ -739,7 +783,13 @@ class _Pipelined:
         return batch.streams
 
     def _sink(self, number: int, chunk: int, streams: tuple[jax.Array, ...]) -> None:
-        if number >= self._cut:
+        hosts, stopped = self.engine._hosts, number >= self._cut
+        if hosts is not None and not hosts.last:
+            hosts.send(None if stopped else Handed(streams, tuple(self._reports[number])))
+            for piece in () if stopped else self.batches[number]:
+                self.readings[piece.job.index].read += piece.length
+            return
+        if stopped:
             return
         report, now = merge_reports(self._reports[number]), time.perf_counter()
         wall, self._last_s = now - self._last_s, now
@@ -784,6 +834,7 @@ def load(
     prompt_tokens: int | Sequence[int] | None = None,
     device: jax.Device | None = None,
     on_event: events.Observer = events.ignore,
+    hosts: Hosts | None = None,
 ) -> Engine:
     """Loads a checkpoint onto `device` (default: the first one JAX has).
 
@@ -793,15 +844,17 @@ def load(
     prompt_tokens  of the longest sequence that is going to be read, or of all of them, when known:
                    the plan is made for these, and a state that does not fit is refused now
                    instead of at the prompt
+    hosts          the processes of the run, see `hosts.joined`: this one loads the layers of its
+                   own stages, and all of them have to make the same calls
 
     Nothing large is read or allocated before the checkpoint is known to be complete and the run
     to fit. Raises CheckpointError, ConfigError or PlanError.
     """
     run_config = as_run_config(config)
     if isinstance(checkpoint, TensorSource):
-        return _load(checkpoint, run_config, prompt_tokens, device, on_event)
+        return _load(checkpoint, run_config, prompt_tokens, device, on_event, hosts)
     with open_source(checkpoint, run_config.synthetic) as source:
-        return _load(source, run_config, prompt_tokens, device, on_event)
+        return _load(source, run_config, prompt_tokens, device, on_event, hosts)
 
 
 def _load(
@@ -810,6 +863,7 @@ def _load(
     prompt_tokens: int | Sequence[int] | None,
     device: jax.Device | None,
     on_event: events.Observer,
+    hosts: Hosts | None,
 ) -> Engine:
     began = time.perf_counter()
     model_config, numerics = source.config, run_config.numerics.resolve()
@@ -820,22 +874,51 @@ def _load(
         )
     local = jax.local_devices() if device is None else [device]
     keys.check_complete(source)
+    fingerprint = loading.fingerprint(source)
     prompts = [prompt_tokens] if isinstance(prompt_tokens, int) else list(prompt_tokens or ())
     capacity = capacity_tokens(run_config, model_config, max(prompts, default=1))
-    run_plan = plan_local(source, run_config, local, prompts, capacity)
-    plans, devices = list(run_plan.stages), [local[place] for place in run_plan.places]
-    available = sum(admission.device_bytes(each) for each in set(devices))
+    run_plan, parts = None, None
+    if hosts is None:
+        run_plan = plan_local(source, run_config, local, prompts, capacity)
+        plans, devices = list(run_plan.stages), [local[place] for place in run_plan.places]
+        available = sum(admission.device_bytes(each) for each in set(devices))
+    else:
+        hosts.agree("the run", _facts(run_config, fingerprint))
+        part = hosts.plan(source, run_config, local, max(prompts, default=None), capacity)
+        parts = hosts.share(part)
+        plans = list(part.plans)
+        devices = [next(each for each in local if each.id == id) for id in part.device_ids]
+        available = sum(part.available_bytes for part in parts)
     _require_peers(source, run_config, plans, devices)
     total = sum(plan.price.weights_bytes for plan in plans) + keys.expert_bytes(
         model_config, source.infos()
-    ) * (model_config.n_routed_experts * model_config.num_hidden_layers)
+    ) * (model_config.n_routed_experts * sum(len(plan.layers) for plan in plans))
 
     def on_bytes(done: int) -> None:
         on_event(events.WeightsLoaded(done, total, time.perf_counter() - began))
 
     loaded = load_stages(source, plans, devices, numerics, run_config.streaming, on_bytes)
-    seconds, fingerprint = time.perf_counter() - began, loading.fingerprint(source)
-    return Engine(loaded, run_config, available, seconds, fingerprint, run_plan)
+    engine = Engine(
+        loaded,
+        run_config,
+        available,
+        time.perf_counter() - began,
+        fingerprint,
+        run_plan,
+        hosts,
+        parts,
+    )
+    if hosts is not None:
+        hosts.connect(engine.devices, run_config.pipeline)
+    return engine
+
+
+def _facts(config: RunConfig, fingerprint: str) -> dict[str, Any]:
+    """What all processes of a run have to have in common, but for their prompts."""
+    settings = {
+        f"config.{name}": values for name, values in config.to_dict().items() if name != "prompt"
+    }
+    return {**settings, "the checkpoint": fingerprint, **versions()}
 
 
 def _require_peers(
@@ -971,7 +1054,7 @@ def _capacity(state: SequenceState, config: ModelConfig) -> int:
             # Token (n + 1) * ratio - 1 is the first to close an entry that needs another row.
             ratio * (layer.compressed.shape[0] + 1) - 1
             for ratio, layer in zip(config.layer_ratios, state.layers, strict=False)
-            if layer.compressed is not None
+            if layer is not None and layer.compressed is not None
         ),
         default=config.max_position_embeddings,
     )

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import io
 import signal
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from ds4jax.checkpoint.state import (
 )
 from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.engine import Engine, PrefillReport, PrefillResult
+from ds4jax.hosts import Hosts
 from ds4jax.run_config import RunConfig
 from ds4jax.text import Prompt, PromptError, Tokenizer, read_prompts
 
@@ -50,8 +52,11 @@ class PrefillJob:
     overwrite: bool = False
 
 
-def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
+def run_job(job: PrefillJob, stream: IO[str], hosts: Hosts | None = None) -> dict[str, Any]:
     """Runs `job`, writes its folder and returns the content of run.json.
+
+    In a run of several processes, `hosts`, the last one does so; the others take part, print and
+    write nothing, and return the status only.
 
     Progress goes to `stream`: a bar on a terminal, plain lines otherwise. After the first SIGINT
     the run ends with the current chunk, or with the current layer where several chunks go through
@@ -59,6 +64,10 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
     "interrupted", so that --resume_from can go on from there. Otherwise KeyboardInterrupt is
     raised and nothing remains.
     """
+    if hosts is not None:
+        _check_hosts(job)
+        if not hosts.last:
+            return _take_part(job, hosts)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(engines.open_source(job.checkpoint, job.config.synthetic))
         prompts = read_prompts(job.config.prompt, lambda: Tokenizer(job.checkpoint))
@@ -77,6 +86,7 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
                 job.config,
                 prompt_tokens=[len(prompt.ids) for prompt in prompts],
                 on_event=observe,
+                hosts=hosts,
             )
         )
         writers = stack.enter_context(_Writers(folder))
@@ -97,6 +107,38 @@ def run_job(job: PrefillJob, stream: IO[str]) -> dict[str, Any]:
         _write_accounts(folder, engine, reports, result)
         report.write_json(folder / report.RUN_FILE, result)
         return result
+
+
+def _check_hosts(job: PrefillJob) -> None:
+    """Refuses what a run of several processes cannot do."""
+    asked = {
+        "config.prefill.save_state": job.config.prefill.save_state,
+        "--resume_from": job.resume_from is not None,
+    }
+    for name, value in asked.items():
+        if value:
+            raise ConfigError(
+                f"{name} is given in a run of several processes, where each has the state of its "
+                "own layers only: run it in one process, or without"
+            )
+
+
+def _take_part(job: PrefillJob, hosts: Hosts) -> dict[str, Any]:
+    """What a process without the head does: the layers of its stages, for all prompts."""
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(engines.open_source(job.checkpoint, job.config.synthetic))
+        prompts = read_prompts(job.config.prompt, lambda: Tokenizer(job.checkpoint))
+        _check_prompts(prompts, source.config, job)
+        lengths = [len(prompt.ids) for prompt in prompts]
+        engine = stack.enter_context(
+            engines.load(source, job.config, prompt_tokens=lengths, hosts=hosts)
+        )
+        stop = stack.enter_context(_stop_on_sigint(io.StringIO()))
+        writers = stack.enter_context(_Writers(Path()))
+        results = _results(engine, prompts, None, events.ignore, writers, stop)
+        reports = [result.report for result in results]
+    interrupted = reports[-1].interrupted or len(reports) < len(prompts)
+    return {"status": "interrupted" if interrupted else "complete"}
 
 
 def _write_accounts(
@@ -306,9 +348,13 @@ def run_record(
 
 
 def peak_bytes(engine: Engine) -> int | None:
-    """Most bytes that were in use on the engine's devices, summed up; None if one does not tell."""
+    """Most bytes that were in use on the engine's devices, summed up; None if one does not tell.
+
+    Devices of other processes do not.
+    """
+    here = jax.process_index()
     stats = [
-        None if device.platform == "cpu" else device.memory_stats()
+        None if device.platform == "cpu" or device.process_index != here else device.memory_stats()
         for device in dict.fromkeys(engine.devices)
     ]
     peaks = [None if each is None else each.get("peak_bytes_in_use") for each in stats]

@@ -10,7 +10,7 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ds4jax.config import PRESETS, SIMULATIONS, ConfigError, Numerics
@@ -24,6 +24,7 @@ TIERS = ("auto", "ram", "disk")
 NUMA_POLICIES = ("auto", "bind", "interleave", "off")
 NOTES = ("fetch", "callback")
 ROUTINGS = ("uniform", "zipf")
+HANDOFFS = ("auto", "permute", "transfer", "device_put", "socket")
 EFFORTS = ("none", "high", "max")
 EFFORT_TEXTS = ("original", "0731")
 
@@ -284,7 +285,21 @@ class PipelineConfig(_Section):
     devices: str | None = _key(
         None,
         "Device of each stage by its index among JAX's local devices, for example 0,1; stages may "
-        "share a device. Default: one device after the other.",
+        "share a device. Default: one device after the other. In a run of several processes the "
+        "indices are those of the process that has the stage.",
+    )
+    handoff: str = _key(
+        "auto",
+        "How streams get from one process to the next: permute = a collective of the two devices "
+        "(NCCL, Gloo); transfer = jax.experimental.transfer; device_put = jax.device_put, with two "
+        "processes only; socket = through host memory; auto = permute, and transfer on CPUs.",
+        choices=HANDOFFS,
+    )
+    handoff_timeout_s: int = _key(
+        1800,
+        "Longest wait of a process for the next micro-batch of the one before, and for the one "
+        "after to take it.",
+        minimum=1,
     )
 
     @property
@@ -317,13 +332,19 @@ class PipelineConfig(_Section):
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
-    def device_indices(self, stages: int, devices: int) -> list[int]:
-        """The device of each of `stages` stages; raises ConfigError for devices that are not."""
-        if self.devices is None:
-            indices = list(range(stages))
-        else:
-            indices = _integers("config.pipeline.devices", self.devices)
-        if len(indices) != stages or any(not 0 <= index < devices for index in indices):
+    def device_indices(
+        self, stages: int, devices: int, own: Sequence[int] | None = None
+    ) -> list[int]:
+        """The device of each of `stages` stages; raises ConfigError for devices that are not.
+
+        own  numbers of the stages of this process, whose devices are asked for; None for all
+        """
+        own = range(stages) if own is None else own
+        indices = list(range(len(own)))
+        if self.devices is not None:
+            given = _integers("config.pipeline.devices", self.devices)
+            indices = [given[stage] for stage in own] if len(given) == stages else []
+        if len(indices) != len(own) or any(not 0 <= index < devices for index in indices):
             raise ConfigError(
                 f"config.pipeline.devices is {self.devices or indices} for {stages} stages, "
                 f"expected {stages} indices from 0 to {devices - 1}: JAX has {devices} devices here"

@@ -138,8 +138,13 @@ def load_stages(
     options: StreamingConfig,
     on_bytes: Callable[[int], None],
 ) -> list[Stage]:
-    """Loads every plan onto its device; on_bytes is told the bytes that are there so far."""
-    places = [device for plan, device in zip(plans, devices, strict=True) for _ in plan.layers]
+    """Loads every plan onto its device; on_bytes is told the bytes that are there so far.
+
+    Layers without a plan are not loaded.
+    """
+    places: list[jax.Device | None] = [None] * source.config.num_hidden_layers
+    for plan, device in zip(plans, devices, strict=True):
+        places[plan.layers.start : plan.layers.stop] = [device] * len(plan.layers)
     transformer = loading.load_resident(source, device=places)
     loaded = sum(plan.price.weights_bytes for plan in plans)
     on_bytes(loaded)

@@ -57,16 +57,19 @@ class LaunchError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a run should end, and the exit code for it; of several the lowest order is the cause."""
+    """Why a run should end, and the exit code for it.
+
+    Of several the lowest order is the cause, and of these the one that came first.
+    """
 
     code: int
     reason: str
     order: int
 
 
-# Interrupted, lost, killed or silent: from outside. Aborted: what JAX does when a peer is lost.
-# Ended with a code: may be an exception that followed from any of these.
-_OUTSIDE, _ABORTED, _ENDED = range(3)
+# Interrupted, lost, killed or silent: from outside. Ended with a code, or aborted, which JAX does
+# when a peer is lost: may have followed from another failure, so the first of them counts.
+_OUTSIDE, _ENDED = range(2)
 
 
 class _Lines:
@@ -195,12 +198,12 @@ def initialize_jax(worker: Worker) -> None:
 
     Also lets the CPU backend copy arrays to devices of other processes.
     """
-    # Every process compiles its own programs: tuning them together would wait for the others.
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_gpu_shard_autotuning" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
     import jax
 
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.config.jax_platforms != "cpu" and "xla_gpu_shard_autotuning" not in flags:
+        # Processes compile programs of their own: tuning them together would wait for the others.
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
     # Its handler would swallow SIGTERM, with which the launcher stops processes.
     jax.config.update("jax_enable_preemption_service", False)
     if jax.config.jax_platforms == "cpu":
@@ -423,7 +426,7 @@ class Launcher:
             self._exited(child.rank)
             if code:
                 own = 0 < code < EXIT_KILLED
-                order = _ENDED if own else _ABORTED if code == -signal.SIGABRT else _OUTSIDE
+                order = _ENDED if own or code == -signal.SIGABRT else _OUTSIDE
                 self._fail(code if own else EXIT_KILLED, child.describe(), order)
         self._beat()
         if self.upstream is None:

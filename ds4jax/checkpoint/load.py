@@ -20,24 +20,27 @@ SMALL_BYTES = 16384  # tensors up to this size are part of a fingerprint
 
 
 def load_resident(
-    source: TensorSource, *, device: jax.Device | Sequence[jax.Device] | None = None
+    source: TensorSource, *, device: jax.Device | Sequence[jax.Device | None] | None = None
 ) -> model.Transformer:
     """The main model without routed experts, placed on `device` (JAX's default without it).
 
-    With a device for every layer, the embedding goes to the first one and the head to the last.
+    With a device for every layer, the embedding goes to the first one and the head to the last;
+    where that is None the tensors are not read and stay ShapeDtypeStructs.
     Values keep their storage dtype, see `keys.loaded_dtype`. The host holds one layer at a time.
     Raises CheckpointError when the checkpoint is incomplete, a scale is NaN or a token table
     names an expert that does not exist.
     """
     keys.check_complete(source).log_skipped()
     config = source.config
+    specs = keys.resident_tensors(config)
+    if device is None or isinstance(device, jax.Device):
+        return _fill_tree(source, model.abstract(config), specs, lambda name: device)
 
     def place(name: str) -> jax.Device | None:
-        if device is None or isinstance(device, jax.Device):
-            return device
         return device[keys.layer_of(name, config)]
 
-    return _fill_tree(source, model.abstract(config), keys.resident_tensors(config), place)
+    here = {name: spec for name, spec in specs.items() if place(name) is not None}
+    return _fill_tree(source, model.abstract(config), here, place)
 
 
 def load_mtp(source: TensorSource, *, device: jax.Device | None = None) -> mtp.MTPBlock:
@@ -56,7 +59,10 @@ def _fill_tree(
     specs: Mapping[str, keys.TensorSpec],
     place: Callable[[str], jax.Device | None],
 ) -> Any:
-    """`tree` of ShapeDtypeStructs with the tensors of `specs` in it, on the devices of `place`."""
+    """`tree` of ShapeDtypeStructs with the tensors of `specs` in it, on the devices of `place`.
+
+    Other leaves stay as they are.
+    """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda leaf: isinstance(leaf, QTensor)
     )
@@ -77,7 +83,8 @@ def _fill_tree(
         for name, spec in group.items():
             values, scales = arrays[name], arrays.get(keys.scale_name(name))
             loaded[spec.path] = QTensor(values, scales) if is_matrix[spec.path] else values
-    return jax.tree_util.tree_unflatten(treedef, [loaded[path] for path in paths])
+    filled = [loaded.get(path, leaf) for path, (_, leaf) in zip(paths, leaves, strict=True)]
+    return jax.tree_util.tree_unflatten(treedef, filled)
 
 
 def _read_group(

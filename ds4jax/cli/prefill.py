@@ -10,6 +10,9 @@ expert was used), timeline.json where experts were streamed, logits.npy (float32
 logits=logprobs instead logprobs.npy, top_logprobs.npy and top_tokens.npy), and state/ with
 save_state. The last line on stdout is run.json; everything else goes to stderr. Exit code 0: done;
 2: something you can mend; 130: stopped; 1: an internal error.
+
+With `python -m sharding.launcher --processes=N --` in front of it, N processes share the stages of
+config.pipeline.split; the last one writes the folder.
 """
 
 import contextlib
@@ -21,6 +24,7 @@ from typing import Any
 import jax
 from absl import flags
 
+from ds4jax import hosts as processes
 from ds4jax.cli import common
 from ds4jax.flags import config_from_flags, define_config_flags
 from ds4jax.job import PrefillJob, run_job, summary
@@ -35,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run() -> None:
     """The console script."""
-    sys.exit(main())
+    processes.leave(main())
 
 
 def _prefill(argv: Sequence[str]) -> int:
@@ -51,10 +55,11 @@ def _prefill(argv: Sequence[str]) -> int:
     )
     # JAX takes three quarters of a GPU unless told otherwise; this program wants nearly all.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    with _profile(flag_values["profile_dir"].value):
-        result = run_job(job, sys.stderr)
-    common.say(summary(result, job.out_dir))
-    common.print_result(result)
+    with processes.joined() as hosts, _profile(flag_values["profile_dir"].value, hosts):
+        result = run_job(job, sys.stderr, hosts)
+        if hosts is None or hosts.last:
+            common.say(summary(result, job.out_dir))
+            common.print_result(result)
     return common.OK if result["status"] == "complete" else common.STOPPED
 
 
@@ -93,10 +98,14 @@ def _prompt_overrides(flag_values: flags.FlagValues) -> dict[str, Any]:
     return {f"config.prompt.{key}": value for key, value in (none | given).items()}
 
 
-def _profile(folder: str | None) -> contextlib.AbstractContextManager[Any]:
+def _profile(
+    folder: str | None, hosts: processes.Hosts | None
+) -> contextlib.AbstractContextManager[Any]:
     """Traces into `folder` if one is given; what cannot be written is refused before the run."""
     if not folder:
         return contextlib.nullcontext()
+    if hosts is not None:
+        folder = os.path.join(folder, f"process{hosts.rank}")
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:

@@ -3,6 +3,11 @@
 import dataclasses
 import hashlib
 import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 
 import jax
@@ -11,6 +16,7 @@ import pytest
 
 from ds4jax import engine as engines
 from ds4jax import events, testing
+from ds4jax.checkpoint.source import config_text
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError
 from streaming import StreamError
@@ -20,6 +26,7 @@ CONFIG = dataclasses.replace(
     testing.tiny_config(), num_hidden_layers=6, compress_ratios=(0, 0, 4, 128, 4, 0, 0)
 )
 SOURCE = SyntheticSource(CONFIG, seed=0)
+ROOT = pathlib.Path(__file__).parents[2]
 CHUNK = 48
 IDS = np.random.default_rng(7).integers(0, CONFIG.vocab_size, 3 * CHUNK + 5).astype(np.int32)
 
@@ -45,7 +52,13 @@ def reference() -> str:
 
 @pytest.mark.parametrize(
     ("split", "devices"),
-    [("1,5", "0,0"), ("2,2,2", "0,0,0"), ("1,1,1,1,1,1", "0,0,0,0,0,0"), ("3,3", "0,1")],
+    [
+        ("1,5", "0,0"),
+        ("2,2,2", "0,0,0"),
+        ("1,1,1,1,1,1", "0,0,0,0,0,0"),
+        ("3,3", "0,1"),
+        ("2,1,1,2", "0,1,0,1"),
+    ],
 )
 def test_every_split_gives_the_bits_of_one_stage(split, devices, reference):
     with load(pipeline__split=split, pipeline__devices=devices) as engine:
@@ -74,14 +87,16 @@ def test_every_split_over_up_to_four_devices(sizes, reference):
         assert sha(engine.prefill(IDS)) == reference
 
 
-@pytest.mark.slow
-def test_eight_stages_on_eight_devices():
+@pytest.mark.parametrize(
+    "devices", ["0,0,0,0,0,0,0,0", pytest.param("0,1,2,3,4,5,6,7", marks=pytest.mark.slow)]
+)
+def test_eight_stages(devices):
     config = dataclasses.replace(
         CONFIG, num_hidden_layers=8, compress_ratios=(0, 0, 4, 128, 4, 128, 4, 0, 0)
     )
     source, shas = SyntheticSource(config, seed=0), set()
-    for split in ("8", "1,1,1,1,1,1,1,1"):
-        keys = {"prefill.chunk_tokens": CHUNK, "pipeline.split": split}
+    for split, places in (("8", "0"), ("1,1,1,1,1,1,1,1", devices)):
+        keys = {"prefill.chunk_tokens": CHUNK, "pipeline.split": split, "pipeline.devices": places}
         with engines.load(source, keys, prompt_tokens=len(IDS)) as engine:
             shas.add(sha(engine.prefill(IDS)))
     assert len(shas) == 1
@@ -181,3 +196,92 @@ def test_an_error_in_a_stage_is_raised_and_the_next_prompt_is_right(reference, m
 def test_splits_that_cannot_be_are_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
         engines.load(SOURCE, keys)
+
+
+# Several processes
+
+
+def launch(
+    folder: pathlib.Path, processes: int, split: str, *flags: str
+) -> tuple[dict, np.ndarray]:
+    """The record and logits of the command over IDS, in `processes` processes of 8 devices."""
+    model, ids, out = folder / "model.json", folder / "ids.npy", folder / "run"
+    model.write_text(config_text(CONFIG, "fp4"), encoding="utf-8")
+    np.save(ids, IDS)
+    environ = {name: value for name, value in os.environ.items() if "SHARDING" not in name}
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "sharding.launcher", f"--processes={processes}", "--",
+            sys.executable, "-m", "ds4jax.cli.prefill", f"--checkpoint=synthetic:{model}",
+            f"--tokens={ids}", f"--out_dir={out}", f"--config.prefill.chunk_tokens={CHUNK}",
+            f"--config.pipeline.split={split}", *flags,
+        ],
+        env=environ, capture_output=True, text=True, cwd=ROOT, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    assert json.loads(done.stdout.splitlines()[-1]) == record
+    return record, np.load(out / "logits.npy")
+
+
+@pytest.fixture(scope="module")
+def every_row() -> np.ndarray:
+    """Logits of all tokens from one process."""
+    with load(prefill__logits="all") as engine:
+        return engine.prefill(IDS).logits
+
+
+def test_two_processes_give_the_bits_of_one_and_one_account(every_row, tmp_path):
+    record, logits = launch(
+        tmp_path,
+        2,
+        "4,2",
+        "--config.prefill.logits=all",
+        "--config.streaming.resident_fraction=0.25",
+        f"--config.streaming.micro_batch_tokens={2 * CHUNK}",
+    )
+    np.testing.assert_array_equal(logits, every_row)
+    assert [(part["first_layer"], part["layers"]) for part in record["plan"]] == [(0, 4), (4, 2)]
+    assert (record["status"], record["tokens_read"]) == ("complete", len(IDS))
+    # Two micro-batches; each stage moves its twelve streamed experts of every layer once in each.
+    assert record["streaming"]["moved_experts"] == {"ram": 2 * 12 * 6}
+    assert [row["layer"] for row in record["streaming"]["layers"]] == [*range(6)]
+    assert record["plan_error"]["moved_error_bytes"] == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    layers = [json.loads(line) for line in lines if "layer_index" in line]
+    assert [line["layer_index"] for line in layers] == [*range(6)] * 2
+    assert (tmp_path / "run" / "profile.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "split", "flags"),
+    [
+        (1, "6", ()),
+        (4, "1,2,2,1", ()),
+        (2, "2,1,1,2", ()),
+        (2, "1,1,2,2", ("--config.pipeline.devices=0,0,0,0",)),
+        (2, "3,3", ("--config.pipeline.handoff=permute",)),
+        (4, "1,2,2,1", ("--config.pipeline.handoff=permute",)),
+        (2, "3,3", ("--config.pipeline.handoff=device_put",)),
+        (4, "1,2,2,1", ("--config.pipeline.handoff=socket",)),
+    ],
+)
+def test_processes_give_the_bits_of_one(processes, split, flags, every_row, tmp_path):
+    every = "--config.prefill.logits=all"
+    record, logits = launch(tmp_path, processes, split, every, *flags)
+    np.testing.assert_array_equal(logits, every_row)
+    assert len(record["plan"]) == split.count(",") + 1
+
+
+@pytest.mark.slow
+def test_processes_read_several_prompts_of_any_length(tmp_path):
+    prompts = [IDS[:1], IDS[:17], IDS]
+    lines = [json.dumps({"tokens": part.tolist()}) for part in prompts]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    flags = ("--tokens=", f"--prompts_file={tmp_path / 'prompts.jsonl'}")
+    record, logits = launch(tmp_path, 2, "3,3", *flags)
+    assert [part["tokens_read"] for part in record["prompts"]] == [1, 17, len(IDS)]
+    with load() as engine:
+        wanted = [engine.prefill(part).logits[0] for part in prompts]
+    np.testing.assert_array_equal(logits, wanted)

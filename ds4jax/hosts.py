@@ -1,0 +1,340 @@
+"""A run in several processes: what they agree on at the start, and what passes between them.
+
+The same command runs in every process, started by `sharding.launcher`. Each process reads the
+prompts and cuts them into micro-batches like the others, loads the layers of its own stages, takes
+a micro-batch from the process before, and hands it to the one after. What is handed over are the
+streams and the accounts of the stages so far; nothing else leaves a process. The last process has
+the head: it alone makes outputs, and its accounts are those of all. The first one decides when to
+stop.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+import types
+import typing
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from ds4jax import admission
+from ds4jax import plan as planning
+from ds4jax.checkpoint.source import TensorSource
+from ds4jax.config import ConfigError
+from ds4jax.passes import PassReport
+from ds4jax.run_config import PipelineConfig, RunConfig
+from sharding import handoff, launcher
+
+_YIELD_S = 5.0  # a process that lost its peer waits for the launcher to end it
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What the others know of a process: its stages, their devices by global id, and its memory."""
+
+    plans: tuple[planning.Plan, ...]
+    device_ids: tuple[int, ...]
+    available_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Handed:
+    """A micro-batch between two processes.
+
+    streams  [T, S, D] of each chunk, on the device that goes on with them
+    reports  of the stages that it has passed, in their order
+    """
+
+    streams: tuple[jax.Array, ...]
+    reports: tuple[PassReport, ...]
+
+
+class Hosts:
+    """The processes of a run, seen from one of them; made by `joined`."""
+
+    def __init__(self, worker: launcher.Worker):
+        self._worker = worker
+        self.rank, self.world = worker.rank, worker.world
+        self._requests = self._received = self._sent = 0
+        self._receiver: handoff.Receiver | None = None
+        self._sender: handoff.Sender | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this process has the embedding."""
+        return self.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this process has the head, and with it the outputs."""
+        return self.rank == self.world - 1
+
+    def own_stages(self, options: PipelineConfig, layers: int) -> dict[int, range]:
+        """The stages of this process and their layers: as many stages as every other one has.
+
+        Raises ConfigError unless the split is by hand and its stages can be dealt out evenly.
+        """
+        if options.automatic:
+            raise ConfigError(
+                "config.pipeline.split is auto in a run of several processes, expected the layers "
+                "of each stage: let the command plan propose them"
+            )
+        split = options.stages(layers)
+        stages = len(split)
+        each, rest = divmod(stages, self.world)
+        if rest or not each:
+            raise ConfigError(
+                f"config.pipeline.split has {stages} stages and the run has {self.world} "
+                f"processes: expected as many stages as processes, or a multiple of that"
+            )
+        return {stage: split[stage] for stage in range(self.rank * each, (self.rank + 1) * each)}
+
+    def plan(
+        self,
+        source: TensorSource,
+        config: RunConfig,
+        devices: Sequence[jax.Device],
+        prompt_tokens: int | None,
+        capacity: int,
+    ) -> Part:
+        """Plans the stages of this process; the memory of a host is shared by its processes.
+
+        devices  of this process; the other arguments and errors are those of `plan.make_plan`
+        """
+        own = self.own_stages(config.pipeline, source.config.num_hidden_layers)
+        everything = len(own) * self.world
+        indices = config.pipeline.device_indices(everything, len(devices), list(own))
+        places = [devices[index] for index in indices]
+        plans = [
+            planning.make_plan(
+                source,
+                config,
+                place,
+                prompt_tokens,
+                capacity,
+                layers,
+                places.count(place),
+                self.memory(place, config.memory.device_bytes),
+            )
+            for layers, place in zip(own.values(), places, strict=True)
+        ]
+        available = sum(admission.device_bytes(place) for place in set(places))
+        return Part(tuple(plans), tuple(place.id for place in places), available)
+
+    def memory(self, device: jax.Device, budget: int | None) -> planning.Memory:
+        """What plans on `device` may use."""
+        sharing = self._worker.local_world
+        free = admission.device_bytes(device)
+        if device.platform == "cpu":
+            free //= sharing
+        if budget is not None:
+            free = min(free, budget)
+        return planning.Memory(free, admission.host_bytes() // sharing)
+
+    def share(self, part: Part) -> list[Part]:
+        """The parts of all processes, by rank; waits for them."""
+        self._worker.set(f"part {self.rank}", json.dumps(to_plain(part)))
+        told = (self._worker.get(f"part {rank}") for rank in range(self.world))
+        return [from_plain(Part, json.loads(text)) for text in told]
+
+    def agree(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Raises ConfigError unless this process has the same facts as the first one.
+
+        facts  by the words that name them in the message
+        """
+        mine = json.loads(json.dumps(facts))
+        if self.first:
+            self._worker.set(f"agree {name}", json.dumps(mine))
+        theirs = json.loads(self._worker.get(f"agree {name}"))
+        differing = sorted(key for key in mine if mine[key] != theirs.get(key))
+        if differing:
+            raise ConfigError(
+                f"process {self.rank} differs from process 0 in {', '.join(differing)}: start all "
+                "processes with the same command, on the same files and versions"
+            )
+
+    def agree_on_prompts(self, ids: Sequence[np.ndarray]) -> None:
+        """Raises ConfigError unless all processes are about to read the same tokens."""
+        self._requests += 1
+        hashes = [hashlib.sha256(np.ascontiguousarray(part, "<i4")).hexdigest() for part in ids]
+        self.agree(f"prompts {self._requests}", {"the tokens of the prompts": hashes})
+
+    def connect(self, devices: Sequence[jax.Device], options: PipelineConfig) -> None:
+        """Opens the links to the processes beside this one and tries them.
+
+        devices  of all stages
+        Raises HandoffError when a process cannot be reached.
+        """
+        each = len(devices) // self.world
+        own = range(self.rank * each, (self.rank + 1) * each)
+        kind, shared = options.handoff, None
+        if kind == "auto":  # Gloo writes to stdout, which is for results
+            kind = "transfer" if devices[own.start].platform == "cpu" else "permute"
+        if kind == "transfer":
+            shared = handoff.TransferPayload(devices[own.start], self._worker.host)
+
+        def payload(stage: int) -> handoff.Payload:
+            """For the link into `stage`."""
+            ends = devices[stage - 1], devices[stage]
+            match kind:
+                case "permute":
+                    return handoff.PermutePayload(*ends)
+                case "device_put":
+                    return handoff.DevicePutPayload(*ends)
+            return handoff.SocketPayload() if shared is None else shared
+
+        listener = None if self.first else handoff.Listener(self._worker.host)
+        if listener is not None:
+            self._worker.set(f"link into {self.rank}", listener.address)
+        waiting: Any = {"unit_timeout_s": float(options.handoff_timeout_s)}
+        if not self.last:
+            address = self._worker.get(f"link into {self.rank + 1}")
+            self._sender = handoff.connect(address, payload(own.stop), stage=own.stop, **waiting)
+        if listener is not None:
+            self._receiver = listener.accept(
+                payload(own.start), devices[own.start], stage=own.start, **waiting
+            )
+        # One after the other: what a link sets up at its first use is done before any prompt.
+        probe = jax.device_put(np.arange(2, dtype=np.int32), devices[own.stop - 1])
+        if self._receiver is not None:
+            self._receive()
+        if self._sender is not None:
+            self._send([probe])
+            self._sender.flush()
+
+    def receive(self) -> Handed | None:
+        """The next micro-batch of the process before; None when that one was told to stop."""
+        tree = self._receive()
+        if tree is None:
+            return None
+        reports = from_plain(tuple[PassReport, ...], json.loads(tree["reports"]))
+        return Handed(tuple(tree["streams"]), reports)
+
+    def send(self, handed: Handed | None) -> None:
+        """Hands a micro-batch to the process after; None stands for one that is not read."""
+        if handed is None:
+            self._send(None)
+            return
+        reports = json.dumps(to_plain(handed.reports))
+        self._send({"streams": list(handed.streams), "reports": reports})
+
+    def flush(self) -> None:
+        """Waits until the process after has everything."""
+        if self._sender is not None:
+            self._sender.flush()
+
+    def close(self) -> None:
+        """Closes the links; whoever waits for one gets HandoffError."""
+        for end in (self._receiver, self._sender):
+            if end is not None:
+                end.close()
+
+    def _receive(self) -> Any:
+        assert self._receiver is not None
+        self._received += 1
+        return self._receiver.receive(self._received - 1)
+
+    def _send(self, tree: Any) -> None:
+        assert self._sender is not None
+        self._sent += 1
+        self._sender.send(self._sent - 1, tree)
+
+
+@contextlib.contextmanager
+def joined() -> Generator[Hosts | None]:
+    """The processes of this run if a launcher started this one, else None; before JAX is used.
+
+    All processes wait for each other at the end of the block. When it is left by an error the
+    process has to end by `leave`; until then the launcher watches it.
+    """
+    if not launcher.launched():
+        yield None
+        return
+    worker = launcher.join()
+    signal.signal(signal.SIGTERM, _terminated)
+    launcher.initialize_jax(worker)
+    hosts = Hosts(worker)
+    try:
+        yield hosts
+    except handoff.HandoffError:
+        # Another process failed, and may still be about to say why: it should be the first to end.
+        hosts.close()
+        time.sleep(_YIELD_S)
+        raise
+    hosts.close()
+    worker.barrier("all have ended")
+    worker.close()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process with an exit code.
+
+    A launched process that failed ends at once: leaving JAX would wait for the other processes.
+    """
+    if code and launcher.launched():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise KeyboardInterrupt("the launcher has ended the run")
+
+
+# Plans and reports as JSON. The reader goes by the types that it expects, so that what arrives can
+# only become one of them.
+
+
+def to_plain(value: Any) -> Any:
+    """A value of dataclasses, tuples, mappings, ranges, arrays and numbers as JSON holds it."""
+    if dataclasses.is_dataclass(value):
+        return [to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, list(value.shape), value.reshape(-1).tolist()]
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, range):
+        return [value.start, value.stop]
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def from_plain(hint: Any, plain: Any) -> Any:
+    """The value of type `hint` that `to_plain` made `plain` of."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        (kind,) = (kind for kind in arguments if kind is not types.NoneType)
+        return None if plain is None else from_plain(kind, plain)
+    if origin is tuple:
+        kinds = [arguments[0]] * len(plain) if arguments[1:] == (...,) else arguments
+        return tuple(from_plain(*pair) for pair in zip(kinds, plain, strict=True))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {key: from_plain(arguments[1], item) for key, item in plain.items()}
+    if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
+        hints = typing.get_type_hints(hint)
+        names = (
+            [field.name for field in dataclasses.fields(hint)]
+            if dataclasses.is_dataclass(hint)
+            else hint._fields
+        )
+        values = {
+            name: from_plain(hints[name], item) for name, item in zip(names, plain, strict=True)
+        }
+        return hint(**values)
+    if hint is range:
+        return range(*plain)
+    if hint is np.ndarray:
+        kind, shape, values = plain
+        return np.asarray(values, np.dtype(kind)).reshape(shape)
+    return plain

@@ -1,0 +1,281 @@
+"""A run in several processes: what they agree on, and that all of it ends as it should.
+
+That the bits are those of one process is shown beside the splits, in pipeline_test.py.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+import typing
+
+import jax
+import numpy as np
+import pytest
+
+import streaming
+from ds4jax import hosts, testing
+from ds4jax import plan as planning
+from ds4jax.checkpoint.source import config_text
+from ds4jax.checkpoint.synthetic import SyntheticSource
+from ds4jax.config import ConfigError
+from ds4jax.passes import PassReport
+from ds4jax.run_config import PipelineConfig, RunConfig
+from sharding import launcher
+from streaming.ledger import LayerRow, Prediction
+from streaming.trace import Span
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAM = str(pathlib.Path(__file__).with_name("launched_prefill.py"))
+LIMIT_S = 240.0
+CHUNK = 48
+
+
+class Worker:
+    """The connection to a launcher, without one: values that processes have set."""
+
+    def __init__(self, rank: int, world: int, values: dict[str, str] | None = None):
+        self.rank, self.world, self.local_world = rank, world, world
+        self.values = {} if values is None else values
+
+    def set(self, key: str, value: str) -> None:
+        assert key not in self.values
+        self.values[key] = value
+
+    def get(self, key: str) -> str:
+        return self.values[key]
+
+
+@pytest.mark.parametrize(
+    ("split", "world", "wanted"),
+    [
+        ("2,4", 2, [{0: range(2)}, {1: range(2, 6)}]),
+        ("1,2,1,2", 2, [{0: range(1), 1: range(1, 3)}, {2: range(3, 4), 3: range(4, 6)}]),
+        (None, 1, [{0: range(6)}]),
+    ],
+)
+def test_stages_are_dealt_out_evenly(split, world, wanted):
+    options = PipelineConfig(split=split)
+    assert wanted == [
+        hosts.Hosts(Worker(rank, world)).own_stages(options, 6) for rank in range(world)
+    ]
+
+
+@pytest.mark.parametrize(("split", "world"), [(None, 2), ("2,2,2", 2), ("3,3", 4)])
+def test_a_number_of_processes_that_does_not_fit_is_refused(split, world):
+    options = PipelineConfig(split=split)
+    stages = len(options.stages(6))
+    message = f"has {stages} stages and the run has {world} processes: expected as many"
+    for rank in range(world):
+        with pytest.raises(ConfigError, match=message):
+            hosts.Hosts(Worker(rank, world)).own_stages(options, 6)
+
+
+def test_an_automatic_split_is_refused():
+    with pytest.raises(ConfigError, match=r"config\.pipeline\.split is auto in a run of several"):
+        hosts.Hosts(Worker(0, 2)).own_stages(PipelineConfig(split="auto"), 6)
+
+
+def test_devices_are_those_of_the_process_that_has_the_stage():
+    options = PipelineConfig(split="1,2,1,2", devices="0,1,1,0")
+    assert options.device_indices(4, 2) == [0, 1, 1, 0]
+    assert options.device_indices(4, 2, [2, 3]) == [1, 0]
+    assert PipelineConfig(split="1,2,1,2").device_indices(4, 2, [2, 3]) == [0, 1]
+    with pytest.raises(ConfigError, match="expected 4 indices from 0 to 0"):
+        options.device_indices(4, 1, [2, 3])
+
+
+def test_processes_that_differ_are_told_in_what():
+    values: dict[str, str] = {}
+    first, second = (hosts.Hosts(Worker(rank, 2, values)) for rank in range(2))
+    first.agree("the run", {"config.prefill": {"chunk_tokens": 48}, "jax": "1", "python": "3"})
+    second.agree("the run", {"config.prefill": {"chunk_tokens": 48}, "jax": "1", "python": "3"})
+    with pytest.raises(
+        ConfigError, match=r"process 1 differs from process 0 in config\.prefill, jax"
+    ):
+        second.agree("the run", {"config.prefill": {}, "jax": "2", "python": "3"})
+    ids = np.arange(5, dtype=np.int32)
+    first.agree_on_prompts([ids, ids])
+    first.agree_on_prompts([ids])
+    second.agree_on_prompts([ids, ids])
+    with pytest.raises(ConfigError, match="in the tokens of the prompts"):
+        second.agree_on_prompts([ids[::-1]])
+
+
+def test_memory_of_a_host_is_divided_by_its_processes():
+    (device, *_), alone = jax.devices(), hosts.Hosts(Worker(0, 1)).memory(jax.devices()[0], None)
+    shared = hosts.Hosts(Worker(1, 4)).memory(device, None)
+    assert shared.device_bytes < alone.device_bytes / 3
+    assert shared.host_bytes < alone.host_bytes / 3
+    assert hosts.Hosts(Worker(1, 4)).memory(device, 1000).device_bytes == 1000
+
+
+@pytest.mark.parametrize("fraction", [None, 0.5])
+def test_plans_are_the_same_after_the_journey(fraction):
+    source = SyntheticSource(testing.tiny_config(), seed=0)
+    keys = {} if fraction is None else {"streaming.resident_fraction": fraction}
+    config = RunConfig().replace({"prefill.chunk_tokens": CHUNK, **keys})
+    plan = planning.make_plan(source, config, jax.devices()[0], 100, 8192, range(1, 3))
+    values: dict[str, str] = {}
+    part = hosts.Part((plan,), (7,), 2**40)
+    other = dataclasses.replace(part, device_ids=(2048,))
+    second = hosts.Hosts(Worker(1, 2, values))
+    values["part 0"] = json.dumps(hosts.to_plain(part))
+    assert second.share(other) == [part, other]
+
+
+def test_reports_are_the_same_after_the_journey():
+    row = LayerRow(1, 3, 30, None, 0.25, 0.0, 7)
+    amounts = {
+        name: 1.5 if hint is float else 2
+        for name, hint in typing.get_type_hints(streaming.Ledger).items()
+        if hint in (int, float)
+    }
+    ledger = streaming.Ledger(
+        **amounts,
+        predicted=Prediction({"ram": 3}, {"ram": 30}, 4, 40, False),
+        complete=True,
+        moved_items={"ram": 3},
+        moved_bytes={"ram": 30},
+        storage_bytes=None,
+        budget_bytes=50,
+        copy_gb_per_s=(1.25, 3.0),
+        layers=(row,),
+        spans=(Span("copy", "copy L1", 0.5, 0.75, {"layer": 1, "bytes": 30}),),
+    )
+    counts = np.arange(6).reshape(2, 3)
+    report = PassReport((0.5, 0.25), (0.25, 0.5), counts, (3, 2), (ledger,))
+    told = json.loads(json.dumps(hosts.to_plain((report, report))))
+    got = hosts.from_plain(tuple[PassReport, ...], told)
+    assert len(got) == 2
+    assert got[1].ledgers == (ledger,)
+    assert (got[1].counts.dtype, got[1].counts.tolist()) == (np.int64, counts.tolist())
+    assert dataclasses.replace(got[1], counts=counts) == dataclasses.replace(report, counts=counts)
+
+
+# With processes
+
+
+@pytest.fixture
+def command(tmp_path) -> list[str]:
+    """The flags of a run over sixteen chunks and two stages."""
+    config = dataclasses.replace(
+        testing.tiny_config(), num_hidden_layers=2, compress_ratios=(0, 0, 0)
+    )
+    (tmp_path / "model.json").write_text(config_text(config, "fp4"), encoding="utf-8")
+    np.save(tmp_path / "ids.npy", np.arange(16 * CHUNK, dtype=np.int32) % config.vocab_size)
+    return [
+        f"--checkpoint=synthetic:{tmp_path / 'model.json'}",
+        f"--tokens={tmp_path / 'ids.npy'}",
+        f"--out_dir={tmp_path / 'run'}",
+        f"--config.prefill.chunk_tokens={CHUNK}",
+        "--config.numerics.preset=oracle",
+        "--config.pipeline.split=1,1",
+    ]
+
+
+def start(processes: int, job: str, rank: int, command: list[str]) -> subprocess.Popen:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDING_", "XLA_FLAGS"))}
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "sharding.launcher", f"--processes={processes}",
+            "--heartbeat_s=0.2", "--grace_s=2",
+            "--", sys.executable, PROGRAM, job, str(rank), *command,
+        ],
+        env=environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr), once no process of the run holds the pipes any more."""
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    return process.returncode, out, err
+
+
+def left(tmp_path: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_a_wrong_number_of_processes_is_refused_before_loading(command, tmp_path):
+    code, out, err = finish(start(3, "none", 0, command))
+    assert (code, out) == (2, "")
+    assert "has 2 stages and the run has 3 processes" in err
+    assert "loaded" not in err
+    assert left(tmp_path) == ["ids.npy", "model.json"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "process 1 differs from process 0 in config.prefill: start all"),
+        (("--config.prefill.save_state",), "save_state is given in a run of several processes"),
+    ],
+)
+@pytest.mark.slow
+def test_what_processes_cannot_do_together_is_refused(flags, message, command, tmp_path):
+    code, out, err = finish(start(2, "none" if flags else "differ", 1, [*command, *flags]))
+    assert (code, out) == (2, "")
+    assert message in err
+    assert left(tmp_path) == ["ids.npy", "model.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_killed_in_the_middle_is_named_and_nothing_is_left(rank, command, tmp_path):
+    code, out, err = finish(start(2, "kill", rank, command))
+    assert time.time() - float(re.search(r"killed at ([\d.]+)", err)[1]) < 30
+    assert (code, out) == (launcher.EXIT_KILLED, "")
+    named = rf"launcher 0: process {rank} \(pid \d+\) was killed by signal 9 \(SIGKILL\)"
+    assert re.search(named, err), err
+    assert "all processes of this host have ended, exit code 16" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_in_a_stage_ends_all_processes(rank, command):
+    code, out, err = finish(start(2, "fail", rank, command))
+    assert (code, out) == (1, "")
+    assert "RuntimeError: a stage that fails" in err
+    assert "all processes of this host have ended, exit code 1" in err
+
+
+@pytest.mark.slow
+def test_a_handoff_that_does_not_come_ends_the_run(command):
+    timeout = "--config.pipeline.handoff_timeout_s=2"
+    code, out, err = finish(start(2, "hang", 0, [*command, timeout]))
+    assert (code, out) == (1, "")
+    assert "receiving unit 1 of request 0, stage 1" in err
+    assert "the peer lives, and nothing came from it within 2.0 s" in err
+    assert re.search(r"launcher 0: process 1 \(pid \d+\) ended with code 1", err), err
+
+
+@pytest.mark.slow
+def test_an_interrupted_launcher_ends_processes_with_their_chunk(command, tmp_path):
+    code, out, err = finish(start(2, "interrupt", 1, command))
+    assert (code, out) == (130, "")
+    assert "the launcher of host 0 got SIGINT" in err
+    assert re.search(r"stopped: after \d+ tokens; nothing was written", err), err
+    assert left(tmp_path) == ["ids.npy", "model.json"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_launcher_ends_processes_that_hang(command):
+    process = start(2, "hang", 0, command)
+    while "hangs" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert (code, out) == (130, "")
+    assert "all processes of this host have ended, exit code 130" in err
