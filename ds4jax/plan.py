@@ -255,17 +255,19 @@ def _search(
         waiting = sum(plan.host_activation_bytes for plan in found.stages)
         if store + waiting <= run.machine.host_bytes:
             return found
-        if options.tier != "auto":
-            beside = f" and {waiting} bytes of activations" if waiting else ""
-            raise PlanError(
-                f"{store} bytes of streamed experts{beside} do not fit in host memory, "
-                f"{run.machine.host_bytes} bytes are free: set config.streaming.tier='disk' or "
-                "keep more experts on the device"
-            )
-    raise PlanError(
-        f"{store} bytes of streamed experts on their way from disk do not fit in host memory, "
-        f"{run.machine.host_bytes} bytes are free: lower config.streaming.slab_bytes"
-    )
+        if tier == "ram" and options.tier == "auto":
+            continue
+        what, advice = "streamed experts", "set config.streaming.tier='disk' or keep more experts "
+        advice += "on the device"
+        if tier == "disk":
+            what, advice = f"{what} on their way from disk", "lower config.streaming.slab_bytes"
+        if waiting:
+            what += f" and {waiting} bytes of activations"
+        raise PlanError(
+            f"{store} bytes of {what} do not fit in host memory, {run.machine.host_bytes} bytes "
+            f"are free: {advice}"
+        )
+    raise AssertionError("one of the tiers was taken or refused")
 
 
 def _with_tier(
