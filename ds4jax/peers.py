@@ -84,16 +84,16 @@ def path_count(config: PeerConfig) -> int:
 def budgets(
     by_tier: Mapping[str, Items], slab_bytes: int | None, item_bytes: int, window: int
 ) -> dict[str, int | None]:
-    """The slab budget of each path: what single experts need, and a share of the rest."""
-    if slab_bytes is None:
-        return dict.fromkeys(by_tier)
+    """The slab budget of each path: its share by experts, at least what single ones need."""
+    if slab_bytes is None or len(by_tier) == 1:
+        return dict.fromkeys(by_tier, slab_bytes)
     sizes = {tier: max(map(len, items)) for tier, items in by_tier.items()}
     # A partial slab is put together from pieces that are alive beside it.
-    least = 2 * live_bound(window) * item_bytes
-    if len(sizes) == 1:
-        return dict.fromkeys(by_tier, slab_bytes)
-    rest, total = max(slab_bytes - least * len(sizes), 0), sum(sizes.values())
-    return {tier: least + rest * size // total for tier, size in sizes.items()}
+    least, total = 2 * live_bound(window) * item_bytes, sum(sizes.values())
+    found = {tier: max(slab_bytes * size // total, least) for tier, size in sizes.items()}
+    largest = max(found, key=lambda tier: found[tier])
+    found[largest] -= max(min(sum(found.values()) - slab_bytes, found[largest] - least), 0)
+    return dict(found)
 
 
 def find(device: str, home: jax.Device) -> jax.Device:

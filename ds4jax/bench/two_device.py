@@ -355,8 +355,10 @@ def section_two_owners(bench: Bench) -> dict[str, Any]:
 def _side_by_side(bench: Bench, engine: Engine, length: int) -> dict[str, Any]:
     """Calls of the two owners at the same time, from the profiler."""
     ids = bench.ids(length, engine.model_config.vocab_size)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             engine.prefill(ids)
         devices = overlap.kernels(folder)
     if len(devices) < 2:

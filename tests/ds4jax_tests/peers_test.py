@@ -208,8 +208,10 @@ def test_shares_are_cut_from_the_end_and_budgets_add_up():
     }
     assert sorted(itertools.chain(*(items[0] for items in found.values()))) == list(range(100))
     least = 2 * live_bound(1) * 8
-    budgets = peers.budgets(found, 3 * least + 100, 8, 1)
-    assert budgets == {"peer": least + 29, "relay": least + 50, "disk": least + 21}
+    budgets = peers.budgets(found, 10_000, 8, 1)
+    assert budgets == {"peer": 2_900, "relay": 5_000, "disk": 2_100}
+    budgets = peers.budgets(found, 3 * least + 20, 8, 1)
+    assert budgets == {"peer": least, "relay": least + 20, "disk": least}
     assert peers.budgets(found, None, 8, 1) == dict.fromkeys(found)
     assert peers.budgets({"ram": streamed}, 77, 8, 1) == {"ram": 77}
 
