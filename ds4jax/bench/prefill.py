@@ -223,8 +223,8 @@ def then_rows(config: RunConfig, text: str) -> tuple[str, RunConfig, list[int]]:
 
 def _changed(config: RunConfig, text: str) -> RunConfig:
     """`config` with changes such as "numerics.preset=bfloat16,streaming.mode=whole"."""
-    changes = dict(part.partition("=")[::2] for part in text.split(","))
-    return config.replace({key: _plain(value) for key, value in changes.items()})
+    changes = (part.partition("=") for part in text.split(","))
+    return config.replace({key: _plain(value) for key, _, value in changes})
 
 
 def _field(config: RunConfig, name: str) -> Any:
