@@ -155,6 +155,11 @@ class _Slice:
         return self.first + self.length == len(self.job.ids)
 
     @property
+    def ids(self) -> np.ndarray:
+        """Its token ids, i32 [length]."""
+        return self.job.ids[self.first : self.first + self.length]
+
+    @property
     def following(self) -> np.ndarray:
         """The token after each row, i32 [rows]; -1 where there is none."""
         following = np.full(self.rows, -1, np.int32)
@@ -164,8 +169,7 @@ class _Slice:
 
     def piece(self, reused: int) -> Piece:
         """What a stage needs to know of it; `reused` tokens of the sequence came with a state."""
-        ids = self.job.ids[self.first : self.first + self.length]
-        return Piece(self.job.index, ids, reused + self.first, self.rows)
+        return Piece(self.job.index, self.ids, reused + self.first, self.rows)
 
 
 class _Reading:
@@ -749,6 +753,7 @@ class _Pipelined:
                     functools.partial(self._run, stage),
                     # What another process has sent is on this device already, and nobody else's.
                     stage.device if index else None,
+                    prefetch=functools.partial(self._prefetch, stage),
                 )
                 for index, stage in enumerate(self.engine._stages)
             ]
@@ -762,6 +767,9 @@ class _Pipelined:
             return
         except pipeline.PipelineError as error:
             failed = error.__cause__ or error
+        finally:
+            for stage in self.engine._stages:
+                stage.abandon()
         raise failed  # out here: with its own cause, which tells whether a user can mend it
 
     def _enter(self, number: int) -> Handed | None:
@@ -771,6 +779,10 @@ class _Pipelined:
             return hosts.receive()
         # The first one is always read: a result is what a stopped run can go on from.
         return None if number >= self._cut or (number and self.stopped()) else Handed((), ())
+
+    def _prefetch(self, stage: Stage, number: int, chunk: int) -> None:
+        if number < self._cut:
+            stage.prefetch([piece.ids for piece in self.batches[number]])
 
     def _run(
         self, stage: Stage, number: int, chunk: int, streams: tuple[jax.Array, ...]

@@ -355,6 +355,11 @@ class ExpertPool:
         """Begins a run that visits `steps`; None when nothing is streamed."""
         return self.streamer.start(steps) if self.streamer is not None else None
 
+    def prefetch(self) -> None:
+        """Issues the first copies of a run that has been started, while the device is idle."""
+        if self.streamer is not None:
+            self.streamer.prefetch()
+
     def preferred_mode(self, tokens: int) -> str:
         """ "routed" where moving only what the router asks for is expected to be faster.
 

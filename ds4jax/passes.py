@@ -91,6 +91,7 @@ def run(
     steps: Sequence[streaming.Step],
     notes: streaming.Notes,
     *,
+    started: bool = False,
     on_layer: Callable[[int], None] = lambda layer: None,
     paused: Callable[[], bool] = lambda: False,
 ) -> PassReport:
@@ -100,6 +101,7 @@ def run(
 
     notes     of the device; brings the counts of experts to the host, and the ids where a step
               moves only those that its router asks for
+    started   whether the pool has been started with these steps
     on_layer  called after a layer has been dispatched
     paused    asked after every layer; when true the pass ends early and `batch` can be run on
     Raises MissingExpertError when a routed expert was in no slab of its step.
@@ -107,7 +109,8 @@ def run(
     usage = streaming.Usage(len(runner.layers), runner.config.n_routed_experts)
     notes.begin(pool.device)
     with _StepClock() as clock:
-        pool.start(steps)
+        if not started:
+            pool.start(steps)
         try:
             visited = 0
             for number, step in enumerate(steps):

@@ -53,6 +53,7 @@ class Stage:
         self.options = options
         self.states: dict[int, list[LayerState]] = {}
         self._tables = runner.expert_tables()
+        self._begun: list[streaming.Step] | None = None  # what `prefetch` has started
         self._notes = streaming.Notes(
             runner.config.n_routed_experts, by_callback=options.notes == "callback"
         )
@@ -99,6 +100,22 @@ class Stage:
                 works.append(passes.Work(sequences.index(piece.sequence), chunk))
         return passes.Pass(works, shelf, [self.states[sequence] for sequence in sequences], layer)
 
+    def prefetch(self, tokens: Sequence[np.ndarray]) -> None:
+        """Starts to stream for the next micro-batch while the stage waits for its streams.
+
+        tokens  real ids of each chunk. `run` has to follow, or `abandon`.
+        """
+        if self._begun is None and self.plan.experts.streams:
+            self._begun = self._steps(0, tokens)
+            self.pool.start(self._begun)
+            self.pool.prefetch()
+
+    def abandon(self) -> None:
+        """Gives up what `prefetch` has started for a micro-batch that does not come."""
+        if self._begun is not None:
+            self._begun = None
+            self.pool.abort()
+
     def run(
         self,
         batch: passes.Pass,
@@ -109,13 +126,15 @@ class Stage:
     ) -> passes.PassReport:
         """Takes a prepared micro-batch through the layers; on_layer gets numbers of the model."""
         tokens = [piece.ids for piece in pieces]
+        begun, self._begun = self._begun, None
         with jax.default_device(self.device):
             report = passes.run(
                 batch,
                 self.runner,
                 self.pool,
-                self._steps(batch.layer, tokens),
+                begun or self._steps(batch.layer, tokens),
                 self._notes,
+                started=begun is not None,
                 on_layer=lambda layer: on_layer(self.layers[layer]),
                 paused=paused,
             )

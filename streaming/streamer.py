@@ -72,9 +72,9 @@ class Streamer:
     tier           what the ledger calls the items of the store
     timeout_s      no call waits longer than this without progress
 
-    One thread calls `start`, then for every step in order `issue_ahead`, `take` and `computed`,
-    and at last `finish`. After an error, `abort`; then `start` works again. `cancel` may come from
-    any thread. Raises BudgetError or ValueError for a plan that cannot work.
+    One thread calls `start`, `prefetch` if it likes, then for every step in order `issue_ahead`,
+    `take` and `computed`, and at last `finish`. After an error, `abort`; then `start` works again.
+    `cancel` may come from any thread. Raises BudgetError or ValueError for a plan that cannot work.
     """
 
     def __init__(
@@ -169,6 +169,16 @@ class Streamer:
         self._run = _Run(plan, predicted, self._clock(), system, self._file_counters())
         self._expand()
         return predicted
+
+    def prefetch(self) -> None:
+        """Issues the first copies of a run that has been started, before anything computes.
+
+        For a device that is still waiting for its inputs. Does nothing where the first step is
+        routed.
+        """
+        run = self._active()
+        if run.expanded:
+            self._uploader.issue_to(run.first[0] + self.window)
 
     def issue_ahead(self, step: int, wave: int = 0) -> None:
         """Issues the copies that have to be under way before `step` computes.

@@ -19,6 +19,7 @@ from ds4jax import events, testing
 from ds4jax.checkpoint.source import config_text
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError
+from ds4jax.stages import Stage
 from streaming import StreamError
 from streaming.link import DeviceLink
 
@@ -124,6 +125,49 @@ def test_stages_stream_their_own_experts(reference):
     # Two micro-batches; each stage moves its twelve streamed experts of every layer once in each.
     moved = [[ledger.total_bytes for ledger in part.ledgers] for part in result.report.passes]
     assert moved == [[4 * 12 * item, 2 * 12 * item]] * 2
+
+
+def test_a_stage_streams_while_it_waits_for_its_inputs(reference, monkeypatch):
+    """The first stage does not begin before the second one has copied its first window."""
+    copied, put, run = threading.Event(), DeviceLink.put, Stage.run
+    late: list[bool] = []
+
+    def noted_put(self, array):
+        if threading.current_thread().name == "layers 3 to 5":
+            copied.set()
+        return put(self, array)
+
+    def held_run(self, *args, **kwargs):
+        if self.layers.start == 0 and not late:
+            late.append(not copied.wait(30))
+        return run(self, *args, **kwargs)
+
+    with load(
+        pipeline__split="3,3", pipeline__devices="0,0", streaming__resident_fraction=0.5
+    ) as engine:
+        monkeypatch.setattr(DeviceLink, "put", noted_put)
+        monkeypatch.setattr(Stage, "run", held_run)
+        assert sha(engine.prefill(IDS)) == reference
+    assert late == [False]
+
+
+def test_a_stop_gives_up_what_was_streamed_ahead():
+    stop = threading.Event()
+
+    def observe(event: events.Event) -> None:
+        if isinstance(event, events.ChunkDone):
+            stop.set()
+
+    with load(
+        pipeline__split="3,3",
+        pipeline__devices="0,0",
+        streaming__resident_fraction=0.5,
+        streaming__order="chunk_major",
+    ) as engine:
+        whole = sha(engine.prefill(np.tile(IDS[:CHUNK], 8)))
+        part = engine.prefill(np.tile(IDS[:CHUNK], 8), stop=stop, on_event=observe)
+        assert part.report.interrupted
+        assert sha(engine.prefill(np.tile(IDS[:CHUNK], 8))) == whole
 
 
 def test_state_continues_on_another_split(reference):
