@@ -17,16 +17,14 @@ import dataclasses
 import os
 import pathlib
 import re
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ds4jax.checkpoint import keys, storage
-from ds4jax.checkpoint.files import OpenFiles
-from ds4jax.checkpoint.safetensors import Extent
-from ds4jax.checkpoint.source import READ_THREADS, CheckpointError, TensorInfo, TensorSource
+from ds4jax.checkpoint.files import Extent, FolderSource
+from ds4jax.checkpoint.source import READ_THREADS, CheckpointError, TensorInfo
 from ds4jax.config import ModelConfig
 
 FORMAT, VERSION = "ds4jax-converted", 1
@@ -84,13 +82,13 @@ def slab_name(layer: int) -> str:
 _EXPERT_NAME = re.compile(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.(w[123])\.(weight|scale)")
 
 
-class ConvertedSource(TensorSource):
+class ConvertedSource(FolderSource):
     """A converted folder, with the same tensors and bits as the checkpoint it was made from."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = pathlib.Path(folder)
-        self.index = read_index(self.folder)
-        self.config = ModelConfig.from_json(self.folder / "config.json")
+        folder = pathlib.Path(folder)
+        self.index = read_index(folder)
+        super().__init__(folder, ModelConfig.from_json(folder / "config.json"), {})
         self.expert_format: keys.ExpertFormat = self.index["expert_format"]
         self._layers = [
             slab_layout(self.config, self.expert_format, str(self.folder / slab_name(layer)))
@@ -101,8 +99,6 @@ class ConvertedSource(TensorSource):
             for name, (dtype, shape) in self.index["resident"]["tensors"].items()
         }
         self._infos = {**self._resident, **self._expert_infos()}
-        self.files = OpenFiles()
-        self._close = weakref.finalize(self, self.files.close)
         problems = []
         for layer, (_, nbytes) in enumerate(self._layers):
             path = self.folder / slab_name(layer)
@@ -127,15 +123,6 @@ class ConvertedSource(TensorSource):
                     if scales is not None:
                         infos[f"{prefix}{matrix}.scale"] = scales
         return infos
-
-    def close(self) -> None:
-        self._close()
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        return self._infos
-
-    def config_text(self) -> str:
-        return (self.folder / "config.json").read_text(encoding="utf-8")
 
     def components(self, layer: int) -> Mapping[str, Component]:
         """The slab file of a layer by the field names of `ExpertSlab`."""
@@ -166,17 +153,12 @@ class ConvertedSource(TensorSource):
         return stamps
 
     def read_into(self, name: str, buffer: np.ndarray, start: int = 0) -> None:
-        nbytes = self.info(name).nbytes
-        if start < 0 or start + buffer.nbytes > nbytes:
-            raise ValueError(
-                f"{name} has {nbytes} bytes, bytes {start}..{start + buffer.nbytes} were asked for"
-            )
-        if name in self._resident:
-            array = self._read_resident([name])[name]
-            buffer[:] = array.reshape(-1).view(np.uint8)[start : start + buffer.nbytes]
+        if name not in self._resident:
+            super().read_into(name, buffer, start)
             return
-        extent = self.extent(name)
-        self.files.read(extent.path, buffer, extent.offset + start)
+        self.require_range(name, buffer, start)
+        array = self._read_resident([name])[name]
+        buffer[:] = array.reshape(-1).view(np.uint8)[start : start + buffer.nbytes]
 
     def read_many(self, names: Iterable[str]) -> dict[str, np.ndarray]:
         names = list(names)

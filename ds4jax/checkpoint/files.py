@@ -1,10 +1,25 @@
-"""Files that a checkpoint keeps open, and whether they are still what they were."""
+"""Checkpoints in folders: files that are kept open, and whether they are still what they were."""
 
+import abc
+import dataclasses
 import os
+import pathlib
+import weakref
+from collections.abc import Mapping
 
 import numpy as np
 
-from ds4jax.checkpoint.source import CheckpointError
+from ds4jax.checkpoint.source import CheckpointError, TensorInfo, TensorSource
+from ds4jax.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """Where a tensor lies on disk: `nbytes` bytes from `offset` of the file `path`."""
+
+    path: str
+    offset: int
+    nbytes: int
 
 
 class OpenFiles:
@@ -60,3 +75,33 @@ class OpenFiles:
     def _stamp(self, path: str) -> tuple[int, int]:
         status = os.fstat(self._descriptors[path])
         return status.st_size, status.st_mtime_ns
+
+
+class FolderSource(TensorSource):
+    """Tensors that lie in ranges of files of a folder, beside its `config.json`."""
+
+    def __init__(
+        self, folder: pathlib.Path, config: ModelConfig, infos: Mapping[str, TensorInfo]
+    ) -> None:
+        self.folder, self.config = folder, config
+        self.files = OpenFiles()
+        self._infos = dict(infos)
+        self._close = weakref.finalize(self, self.files.close)
+
+    @abc.abstractmethod
+    def extent(self, name: str) -> Extent:
+        """The file range of a tensor."""
+
+    def close(self) -> None:
+        self._close()
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        return self._infos
+
+    def config_text(self) -> str:
+        return (self.folder / "config.json").read_text(encoding="utf-8")
+
+    def read_into(self, name: str, buffer: np.ndarray, start: int = 0) -> None:
+        self.require_range(name, buffer, start)
+        extent = self.extent(name)
+        self.files.read(extent.path, buffer, extent.offset + start)

@@ -8,19 +8,17 @@ Everything that headers can reveal is checked when a folder is opened; data is r
 """
 
 import collections
-import dataclasses
 import json
 import math
 import os
 import pathlib
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from ds4jax.checkpoint.files import OpenFiles
-from ds4jax.checkpoint.source import DTYPES, CheckpointError, TensorInfo, TensorSource
+from ds4jax.checkpoint.files import Extent, FolderSource
+from ds4jax.checkpoint.source import DTYPES, CheckpointError, TensorInfo
 from ds4jax.config import ModelConfig
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -28,16 +26,7 @@ SINGLE_NAME = "model.safetensors"
 HEADER_LIMIT = 100_000_000  # bytes of JSON; the limit of the format
 
 
-@dataclasses.dataclass(frozen=True)
-class Extent:
-    """Where a tensor lies on disk: `nbytes` bytes from `offset` of the file `path`."""
-
-    path: str
-    offset: int
-    nbytes: int
-
-
-class SafetensorsSource(TensorSource):
+class SafetensorsSource(FolderSource):
     """A checkpoint folder in the published layout; made by `open_checkpoint`."""
 
     def __init__(
@@ -47,41 +36,18 @@ class SafetensorsSource(TensorSource):
         infos: Mapping[str, TensorInfo],
         extents: Mapping[str, Extent],
     ) -> None:
-        self.folder = folder
-        self.config = config
-        self._infos = dict(infos)
+        super().__init__(folder, config, infos)
         self._extents = dict(extents)
-        self.files = OpenFiles()
-        self._close = weakref.finalize(self, self.files.close)
         for path in {extent.path for extent in self._extents.values()}:
             self.files.open(path)
 
-    def close(self) -> None:
-        self._close()
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        return self._infos
-
-    def config_text(self) -> str:
-        return (self.folder / "config.json").read_text(encoding="utf-8")
-
     def extent(self, name: str) -> Extent:
-        """The file range of a tensor."""
         self.info(name)
         return self._extents[name]
 
     def provenance(self, names: Iterable[str]) -> dict[str, list[int]]:
         paths = {self.extent(name).path for name in names}
         return {os.path.basename(path): list(self.files.stamps[path]) for path in sorted(paths)}
-
-    def read_into(self, name: str, buffer: np.ndarray, start: int = 0) -> None:
-        extent = self.extent(name)
-        if start < 0 or start + buffer.nbytes > extent.nbytes:
-            raise ValueError(
-                f"{name} has {extent.nbytes} bytes, bytes {start}..{start + buffer.nbytes} were "
-                "asked for"
-            )
-        self.files.read(extent.path, buffer, extent.offset + start)
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> SafetensorsSource:

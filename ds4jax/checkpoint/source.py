@@ -139,6 +139,14 @@ class TensorSource(abc.ABC):
                 f"the checkpoint has no tensor {name}: run ds4jax-inspect on it for the full list"
             ) from None
 
+    def require_range(self, name: str, buffer: np.ndarray, start: int) -> None:
+        """Raises ValueError unless bytes start..start+n of a tensor exist, n those of `buffer`."""
+        nbytes = self.info(name).nbytes
+        if start < 0 or start + buffer.nbytes > nbytes:
+            raise ValueError(
+                f"{name} has {nbytes} bytes, bytes {start}..{start + buffer.nbytes} were asked for"
+            )
+
     def read(self, name: str) -> np.ndarray:
         """The whole tensor, in a fresh array of its stored dtype."""
         return self.read_many([name])[name]

@@ -187,17 +187,12 @@ class SyntheticSource(TensorSource):
         return {"synthetic": [self.seed, self.distinct_layers, ROUTINGS.index(self.routing)]}
 
     def read_into(self, name: str, buffer: np.ndarray, start: int = 0) -> None:
-        info = self.info(name)
-        if start < 0 or start + buffer.nbytes > info.nbytes:
-            raise ValueError(
-                f"{name} has {info.nbytes} bytes, bytes {start}..{start + buffer.nbytes} were "
-                "asked for"
-            )
+        self.require_range(name, buffer, start)
         if (made := self.computed(name)) is not None:
             buffer[:] = made.view(np.uint8)[start : start + buffer.nbytes]
             return
         key = self.key(name)
-        if info.dtype == "I64":
+        if (info := self.info(name)).dtype == "I64":
             self._read_table(key, info, buffer, start)
             return
         recipe = self.recipe(name)
