@@ -34,6 +34,11 @@ class Tiers:
         plan = tuple(steps)
         return merge_predictions([streamer.start(plan) for streamer in self.streamers])
 
+    def prefetch(self) -> None:
+        """Issues the first copies of all paths of a run that has been started."""
+        for streamer in self.streamers:
+            streamer.prefetch()
+
     def issue_ahead(self, step: int, wave: int = 0) -> None:
         """Issues the copies of all paths that have to be under way before `step` computes."""
         for streamer in self._having(step, wave):
