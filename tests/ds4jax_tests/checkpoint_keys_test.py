@@ -289,11 +289,22 @@ def test_dspark_release_loads_and_its_drafter_is_skipped_with_one_line(caplog):
     assert config.layer_ratios == FLASH.layer_ratios
     infos = keys.official_header(config, mtp=False)
     assert len(infos) == 67_612
-    infos["mtp.0.main_proj.weight"] = TensorInfo("F8_E4M3", (4096, 12288))
-    infos["mtp.2.markov_head.markov_w1"] = TensorInfo("BF16", (129280, 256))
+    # Three window layers, and around them what feeds the first and ends the last.
+    outer = ("e_proj", "h_proj", "enorm", "hnorm", "norm", "hc_head_fn", "hc_head_base")
+    for name, info in official_header(FLASH).items():
+        rest = name.removeprefix("mtp.0.")
+        if name.startswith("mtp.") and rest.split(".")[0] not in (*outer, "hc_head_scale"):
+            infos |= {f"mtp.{block}.{rest}": info for block in range(3)}
+    for name in ("0.main_proj.weight", "0.main_proj.scale", "0.main_norm.weight", "2.norm.weight"):
+        infos[f"mtp.{name}"] = TensorInfo("BF16", (4096,))
+    for name in ("hc_head_fn", "hc_head_base", "hc_head_scale", "confidence_head.proj"):
+        infos[f"mtp.2.{name}"] = TensorInfo("F32", (4,))
+    for name in ("markov_w1", "markov_w2"):
+        infos[f"mtp.2.markov_head.{name}"] = TensorInfo("BF16", (129280, 256))
+    assert len(infos) == 72_317  # of the published index
     assert keys.drafter(infos) == "DSpark"
     assert skipped_lines(infos, config, caplog) == [
-        "checkpoint: skipped mtp.* (DSpark draft model, 2 tensors): not used by prefill"
+        "checkpoint: skipped mtp.* (DSpark draft model, 4705 tensors): not used by prefill"
     ]
     with pytest.raises(CheckpointError, match="has DSpark draft model, expected the multi-token"):
         keys.check_mtp(HeaderOnly(config, infos))
