@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import streaming
-from ds4jax import events
+from ds4jax import admission, events
 from ds4jax.passes import PassReport
 from ds4jax.plan import Plan, RunPlan
 from ds4jax.rows import Prompts
@@ -82,6 +82,9 @@ def plan_record(plans: Sequence[Plan], devices: Sequence[str]) -> list[dict[str,
             "host_store_bytes": plan.store_bytes,
             "activations": plan.activations,
             "host_activation_bytes": plan.host_activation_bytes,
+            "locking_device_bytes": admission.locking_bytes(
+                plan.store_bytes + plan.host_activation_bytes
+            ),
             "price": {
                 **dataclasses.asdict(plan.price),
                 "total_bytes": plan.price.total_bytes,

@@ -110,6 +110,14 @@ def workspace_bytes(
     return (streams if chunks == 1 else 0) + max(parts) + _RUNTIME_BYTES
 
 
+def locking_bytes(host_bytes: int) -> int:
+    """Device memory that page-locking so much host memory takes: 8 bytes a page of 4 KiB.
+
+    Measured on an H200: 73 MB for 37.4 GB. It comes from what JAX has not taken for itself.
+    """
+    return -(-host_bytes // 4096) * 8
+
+
 def device_bytes(device: jax.Device) -> int:
     """Bytes that this process can still allocate on `device`."""
     stats = device.memory_stats() if device.platform != "cpu" else None

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import streaming
-from ds4jax import peers
+from ds4jax import admission, peers
 from ds4jax.checkpoint import keys, synthetic_device
 from ds4jax.checkpoint import load as loading
 from ds4jax.checkpoint.converted import ConvertedSource
@@ -28,6 +28,7 @@ from pallas_kernels.routed_experts import ExpertSlab
 from sharding.cost import PlanError
 from streaming import streamer as streamers
 from streaming import window as arithmetic
+from streaming.disk import READERS
 from streaming.numa import POLICIES
 
 log = logging.getLogger(__name__)
@@ -201,6 +202,7 @@ class ExpertPool:
     program that uses a wave has been dispatched. A pool without streamed experts has no waves.
 
     layers    which ones; layers of the plan and of steps count from the first of them
+    reader    how experts are read from disk, a name of `streaming.disk.READERS`
     on_bytes  is told the bytes of experts that have been loaded so far
     """
 
@@ -212,8 +214,10 @@ class ExpertPool:
         *,
         layers: range | None = None,
         numa: str = "auto",
+        reader: str = "preadv",
         on_bytes: Callable[[int], None] = lambda done: None,
     ):
+        self._reader = reader
         self.plan, self.device = plan, device
         self.layers = range(source.config.num_hidden_layers) if layers is None else layers
         self.layout = slab_layout(source, len(self.layers))
@@ -311,6 +315,7 @@ class ExpertPool:
             pinner=self.pinner,
         )
         self.stores.append(store)
+        _require_lockable(store.nbytes, self.device)
 
         def on_layer(layer: int) -> None:
             self._count(len(streamed[layer]))
@@ -341,6 +346,7 @@ class ExpertPool:
             locate,
             rows=rows,
             slots=window + 1,
+            reader=streaming.open_reader(next(kind for kind in READERS if kind == self._reader)),
             pinner=self.pinner,
             check=scale_checker(source),
         )
@@ -485,6 +491,22 @@ def _cuda(device: jax.Device) -> tuple[streaming.CudaDriver | None, int | None]:
             error,
         )
         return None, None
+
+
+def _require_lockable(nbytes: int, device: jax.Device) -> None:
+    """Raises PlanError unless the device has room for the page tables of locked host memory.
+
+    They lie outside of what JAX has taken; without them copies would be many times slower.
+    """
+    driver, _ = _cuda(device)
+    if driver is None:
+        return
+    needed, free = admission.locking_bytes(nbytes), driver.free_device_bytes()
+    if needed > free:
+        raise PlanError(
+            f"page-locking {nbytes} bytes of host memory needs {needed} bytes of the device's "
+            f"memory that JAX has not taken, {free} are free: lower XLA_PYTHON_CLIENT_MEM_FRACTION"
+        )
 
 
 def all_resident(config: ModelConfig, layers: int, cold: int = 0) -> ExpertPlan:

@@ -21,6 +21,7 @@ ORDERS = ("auto", "chunk_major", "layer_major")
 STREAM_MODES = ("auto", "whole", "routed")
 PLACES = ("auto", "device", "host")
 TIERS = ("auto", "ram", "disk")
+READERS = ("preadv", "direct", "mmap")
 NUMA_POLICIES = ("auto", "bind", "interleave", "off")
 NOTES = ("fetch", "callback")
 ROUTINGS = ("uniform", "zipf")
@@ -253,6 +254,12 @@ class StreamingConfig(_Section):
         "Where streamed experts are kept: ram, disk (the files of the checkpoint), or auto = ram "
         "when they fit.",
         choices=TIERS,
+    )
+    reader: str = _key(
+        "preadv",
+        "How experts are read from disk: preadv = through the page cache; direct = past it; mmap = "
+        "by page faults, for comparison.",
+        choices=READERS,
     )
     numa: str = _key("auto", "NUMA placement of experts in host memory.", choices=NUMA_POLICIES)
     notes: str = _key(

@@ -182,6 +182,7 @@ def load_stages(
             device,
             layers=plan.layers,
             numa=options.numa,
+            reader=options.reader,
             on_bytes=on_experts,
         )
         runner = Runner(transformer, numerics, plan.layers)

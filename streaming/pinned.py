@@ -217,7 +217,7 @@ class Pinner:
             if error is not None and first:
                 log.warning(
                     "pinned: %d bytes of host memory stay pageable (%s): copies from them run at "
-                    "about 6-9 GB/s instead of 50 on a PCIe 5.0 link and do not run beside the "
+                    "2 to 9 GB/s instead of 50 on a PCIe 5.0 link and do not run beside the "
                     "compute; raise the memlock limit or the memory limit of the container",
                     nbytes,
                     error,

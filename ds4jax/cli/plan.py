@@ -219,6 +219,9 @@ def _stage_lines(stage: Mapping[str, Any], record: Mapping[str, Any]) -> list[st
             f"{stage['slab_budget_bytes']} bytes",
             "host memory": f"{stage['host_store_bytes']} of {record['host_bytes']} bytes",
         }
+    if stage["activations"] == "host":
+        waiting = f"{stage['host_activation_bytes']} bytes of host memory"
+        rows["micro-batch"] = f"waits between layers in {waiting}, copied beside the compute"
     rows["what binds"] = stage["binding"]
     return lines + [f"  {name:<12} {text}" for name, text in rows.items()]
 

@@ -41,6 +41,24 @@ def test_flash_is_planned_for_a_gpu_that_is_not_here(capsys):
     assert f"{stage['price']['resident_bytes']} bytes" in table
 
 
+def test_a_micro_batch_that_waits_on_the_host_is_told_with_its_bytes(capsys):
+    code, lines, _ = run(
+        capsys,
+        "--checkpoint=synthetic:flash",
+        "--prompt_tokens=131072",
+        "--host_bytes=200000000000",
+        "--config.memory.device_bytes=48000000000",
+        "--config.streaming.activations=host",
+    )
+    assert code == 0
+    (stage,) = json.loads(lines[-1])["stages"]
+    assert stage["activations"] == "host"
+    assert stage["host_activation_bytes"] > 0
+    assert stage["locking_device_bytes"] > 0
+    waiting = f"waits between layers in {stage['host_activation_bytes']} bytes of host memory"
+    assert waiting in "\n".join(lines[:-1])
+
+
 def test_more_passes_move_more_and_the_split_is_shown(capsys):
     code, lines, _ = run(
         capsys,

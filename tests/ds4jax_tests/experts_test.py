@@ -12,6 +12,7 @@ from ds4jax.checkpoint.safetensors import open_checkpoint
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.experts import ExpertPlan, ExpertPool
 from sharding.cost import PlanError
+from streaming.disk import READERS
 
 CONFIG = testing.tiny_config()
 LAYERS, EXPERTS = CONFIG.num_hidden_layers, CONFIG.n_routed_experts
@@ -88,6 +89,37 @@ def test_residents_and_slabs_together_are_all_experts(source, tier):
         assert [row.distinct_items for row in ledger.layers] == [9] * len(steps)
     finally:
         found.close()
+
+
+@pytest.mark.parametrize("reader", ["preadv", "direct", "mmap"])
+def test_disk_is_read_as_the_key_says(reader, tmp_path):
+    with open_checkpoint(testing.write_checkpoint(tmp_path / "tiny")) as source:
+        plan = ExpertPlan(streaming.even(LAYERS, EXPERTS, 8), tier="disk")
+        found = ExpertPool(source, plan, jax.local_devices()[0], reader=reader)
+    try:
+        assert type(found.streamer.ring._reader) is READERS[reader]
+        found.start([streaming.Step(0)])
+        found.issue_ahead(0)
+        (slab,), where = found.take(0, 0)
+        row = int(np.asarray(where)[EXPERTS - 1])
+        with open_checkpoint(tmp_path / "tiny") as again:
+            wanted = loading.load_expert_slab(again, 0, [EXPERTS - 1])
+        assert np.asarray(slab.down)[row].tobytes() == np.asarray(wanted.down)[0].tobytes()
+    finally:
+        found.close()
+
+
+def test_page_tables_of_locked_memory_have_to_fit_beside_what_jax_took(monkeypatch):
+    class Driver:
+        def free_device_bytes(self):
+            return 100_000
+
+    nbytes = 100_000 // 8 * 4096
+    experts._require_lockable(nbytes + 4096, jax.local_devices()[0])  # nothing locks on a CPU
+    monkeypatch.setattr(experts, "_cuda", lambda device: (Driver(), None))
+    experts._require_lockable(nbytes, jax.local_devices()[0])
+    with pytest.raises(PlanError, match=r"needs 100008 bytes .* 100000 are free: lower XLA_PYTHON"):
+        experts._require_lockable(nbytes + 4096, jax.local_devices()[0])
 
 
 def test_loading_is_told_up_to_the_last_byte():

@@ -107,3 +107,25 @@ def test_a_slab_is_needed_when_the_first_chunk_comes_to_its_experts(fraction, mo
             assert reached.shape == ()
         else:
             np.testing.assert_array_equal(reached, routed[3 * layer])
+
+
+def test_copies_are_issued_then_residents_compute_then_the_slab_is_taken(engine, monkeypatch):
+    """What is missing in a routed layer is on its way while the residents' share is computed."""
+    order = []
+
+    def watched(cls, name, what):
+        original = getattr(cls, name)
+
+        def call(self, *arguments, **keywords):
+            order.append(what)
+            return original(self, *arguments, **keywords)
+
+        monkeypatch.setattr(cls, name, call)
+
+    watched(Runner, "route", "route")
+    watched(ExpertPool, "routed", "issue")
+    watched(Runner, "experts", "experts")
+    watched(ExpertPool, "take", "take")
+    engine.prefill(IDS[:CHUNK])
+    # One layer that the router decides: one chunk, residents, a slab.
+    assert order[-5:] == ["route", "issue", "experts", "take", "experts"]
