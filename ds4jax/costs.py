@@ -245,7 +245,7 @@ class LayerTable:
             value for (_, name), value in points.items() if name == part
         )
         sizes = list(lines)
-        curves = np.stack([np.interp(contexts, *zip(*lines[n], strict=True)) for n in sizes])
+        curves = np.stack([np.interp(contexts, *np.array(lines[tokens]).T) for tokens in sizes])
         at = np.interp(np.log2(rows), np.log2(sizes), np.arange(len(sizes)))
         low = int(at)
         high = min(low + 1, len(sizes) - 1)

@@ -61,8 +61,9 @@ def _probe(argv: Sequence[str]) -> int:
         raise common.UsageError(f"--disk is {disk!r}, expected an existing folder")
     model = values["model"].value
     config = None if model is None else ModelConfig.from_json(model)
-    tokens = common.whole_numbers("layer_tokens", values["layer_tokens"].value)
-    positions = common.whole_numbers("layer_positions", values["layer_positions"].value, least=0)
+    given: Mapping[str, Any] = values.flag_values_dict()
+    tokens = common.whole_numbers("layer_tokens", given["layer_tokens"])
+    positions = common.whole_numbers("layer_positions", given["layer_positions"], least=0)
     register, addresses = _cuda()
     measured = probe.probe(
         register=register, pci_addresses=addresses, disk_folder=disk, say=common.say
