@@ -74,7 +74,9 @@ STEPS = (
             "--trace=8192",
         ),
     ),
-    Step("96gb", "_96gb", 120.0, ("--prompt_tokens=8192,131072", "--repeats=1,2")),
+    Step(
+        "96gb", "_96gb", 120.0, ("--prompt_tokens=8192,131072", "--repeats=1,2", "--profile_first")
+    ),
     Step("24gb", "_24gb", 100.0, ("--prompt_tokens=8192,32768", "--repeats=1,3")),
     Step("beside", "", 75.0, ("--prompt_tokens=2048,8192", "--time_limit=50")),
     Step("48gb", "_48gb", 60.0, ("--prompt_tokens=8192", "--repeats=2")),

@@ -3,7 +3,8 @@
 python -m ds4jax.bench.prefill --config=configs/runs/NAME.toml --out_dir=DIR
     [--checkpoint=synthetic:flash] [--prompt_tokens=512,8192,131072] [--repeats=3]
     [--compare=OTHER.toml | --compare=numerics.preset=bfloat16] [--trace=8192]
-    [--then=streaming.mode=routed:512] [--time_limit=SECONDS] [--config.SECTION.KEY=VALUE ...]
+    [--then=streaming.mode=routed:512] [--profile_first] [--time_limit=SECONDS]
+    [--config.SECTION.KEY=VALUE ...]
 
 Prompts are random token ids that follow config.synthetic.routing. Every length is read until two
 outputs in a row have the same bytes (warm-up, compilation included), then `repeats` times; numbers
@@ -22,17 +23,21 @@ last repeat of each length (Chrome trace), and with --trace a page with the time
 its floor. The last line on stdout is the table.
 """
 
+import collections
+import contextlib
+import cProfile
 import csv
 import dataclasses
 import gc
 import hashlib
 import os
+import pstats
 import statistics
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +80,19 @@ CSV_COLUMNS = (
     "peak_bytes",
     "sha256",
 )
+
+
+# Seconds of this process so far by what JAX does on the way from a function to a program.
+PHASES: collections.Counter[str] = collections.Counter()
+
+
+def _count_phase(event: str, seconds: float, **_: object) -> None:
+    name = event.rpartition("/")[2]
+    if event.startswith(("/jax/core/compile/", "/jax/compilation_cache/")):
+        PHASES[name] += seconds
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_phase)
 
 
 class UnsteadyOutput(RuntimeError):
@@ -147,6 +165,12 @@ def _bench(argv: Sequence[str]) -> int:
     flags.DEFINE_list(
         "trace", [], "Lengths of which one more run is traced.", flag_values=flag_values
     )
+    flags.DEFINE_bool(
+        "profile_first",
+        False,
+        "Write what Python did in the first run of every length; it takes longer for that.",
+        flag_values=flag_values,
+    )
     flags.DEFINE_float(
         "time_limit",
         None,
@@ -172,7 +196,7 @@ def _bench(argv: Sequence[str]) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     with report.disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
-    bench = Bench(checkpoint, out_dir, clock, frozenset(traced))
+    bench = Bench(checkpoint, out_dir, clock, frozenset(traced), given["profile_first"])
     try:
         bench.load(config, other, max([*lengths, *(n for _, _, own in later for n in own)]))
         counts = repeats * len(lengths) if len(repeats) == 1 else repeats
@@ -251,8 +275,10 @@ class Bench:
         out_dir: Path,
         clock: Clock,
         traced: frozenset[int] = frozenset(),
+        profile_first: bool = False,
     ):
         self.checkpoint, self.out_dir, self.clock, self.traced = checkpoint, out_dir, clock, traced
+        self.profile_first = profile_first
         self.arms: list[Arm] = []
         self.record: dict[str, Any] = {
             "schema": SCHEMA,
@@ -293,7 +319,7 @@ class Bench:
             self.record["skipped_tokens"].append(length)
             common.say(f"{length} tokens: skipped, the time limit is near")
             return
-        warm = {arm.name: warm_up(arm.engine, prompt) for arm in arms}
+        warm = {arm.name: warm_up(arm.engine, prompt, self._profile(arm, length)) for arm in arms}
         runs: dict[str, list[Timed]] = {arm.name: [] for arm in arms}
         for turn in range(repeats):
             # A B B A A B B A ...: a drift of the machine falls on both alike.
@@ -318,6 +344,9 @@ class Bench:
         if len(rows) == 2:
             self.record["comparisons"].append(comparison(*rows))
         self._write(rows)
+
+    def _profile(self, arm: Arm, length: int) -> Path | None:
+        return self.out_dir / f"first_{arm.name}_{length}.txt" if self.profile_first else None
 
     def _pictures(self, arm: Arm, length: int, result: PrefillResult) -> None:
         spans = accounts.timeline(arm.engine.plans, result.report.passes)
@@ -396,30 +425,55 @@ def plan_facts(engine: Engine) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class WarmUp:
-    """The runs until two outputs in a row were equal, compilation included."""
+    """The runs until two outputs in a row were equal, compilation included.
+
+    phases  seconds by what JAX did on the way to programs; traces inside traces count twice
+    """
 
     seconds: tuple[float, ...]
+    gc_pauses_s: tuple[float, ...]
+    phases: dict[str, float]
     programs: int
     compile_s: float
     sha256: str
 
 
-def warm_up(engine: Engine, prompt: np.ndarray) -> WarmUp:
-    """Reads until two outputs in a row are equal."""
+def warm_up(engine: Engine, prompt: np.ndarray, profile: Path | None = None) -> WarmUp:
+    """Reads until two outputs in a row are equal.
+
+    profile  file for what Python did in the first run
+    """
     hashes: list[str] = []
-    seconds, programs, compile_s = [], 0, 0.0
+    seconds, pauses, programs, compile_s = [], [], 0, 0.0
+    before = PHASES.copy()
     while len(hashes) < 2 or hashes[-1] != hashes[-2]:
         if len(hashes) == MOST_WARM_UPS:
             raise UnsteadyOutput(
                 f"{len(prompt)} tokens gave other bytes in each of {len(hashes)} runs: {hashes}"
             )
-        run = timed(engine, prompt)
+        with _profiled(profile if not hashes else None):
+            run = timed(engine, prompt)
         hashes.append(output_hash(run.result))
         seconds.append(run.seconds)
+        pauses.append(run.gc_pause_s)
         compiled = run.result.report.compiled
         programs, compile_s = programs + compiled[0], compile_s + compiled[1]
         del run
-    return WarmUp(tuple(seconds), programs, compile_s, hashes[-1])
+    phases = {name: round(total - before[name], 3) for name, total in PHASES.items()}
+    return WarmUp(tuple(seconds), tuple(pauses), phases, programs, compile_s, hashes[-1])
+
+
+@contextlib.contextmanager
+def _profiled(path: Path | None) -> Generator[None]:
+    """Writes the calls of this thread to `path`, first those that took longest."""
+    if path is None:
+        yield
+        return
+    profile = cProfile.Profile()
+    with profile:
+        yield
+    with report.disk_errors(path), open(path, "w", encoding="utf-8") as file:
+        pstats.Stats(profile, stream=file).sort_stats("cumulative").print_stats(150)
 
 
 def timed(engine: Engine, prompt: np.ndarray) -> Timed:

@@ -44,6 +44,7 @@ def record(tmp_path_factory):
         "--compare=streaming.mode=routed",
         "--then=numerics.preset=bfloat16:40",
         "--trace=40",
+        "--profile_first",
     )
     assert code == common.OK
     return folder / "out", json.loads((folder / "out" / "bench.json").read_text())
@@ -78,6 +79,15 @@ def test_whole_layers_move_as_predicted_and_routed_sets_as_many_as_are_used(reco
             assert row["mode"] == "whole"
             assert row["moved_bytes"] == row["predicted_bytes"] > 0
             assert row["moved_experts"] == 5 * 8
+
+
+def test_first_runs_say_what_they_spent_their_time_on(record):
+    folder, found = record
+    for row in found["rows"]:
+        assert len(row["warm_up"]["gc_pauses_s"]) == len(row["warm_up"]["seconds"])
+        assert all(seconds >= 0 for seconds in row["warm_up"]["phases"].values())
+    assert found["rows"][0]["warm_up"]["phases"]["jaxpr_to_mlir_module_duration"] > 0
+    assert "engine.py" in (folder / "first_a_40.txt").read_text()
 
 
 def test_comparisons_tell_gain_and_noise(record):
