@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Generator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from absl import logging
 from orbax.checkpoint import v1 as ocp
@@ -84,6 +85,12 @@ def load_tree(path: pathlib.Path, part: Any = None) -> Any:
     """
     context = ocp.Context()
     context.pytree.loading.partial_load = True
+    if jax.distributed.is_initialized():
+        # Every process reads what it needs; by default Orbax would wait for all of them.
+        number = jax.process_index()
+        context.multiprocessing.primary_host = number
+        context.multiprocessing.active_processes = {number}
+        context.multiprocessing.barrier_sync_key_prefix = f"process{number}"
     try:
         with context, _orbax_warnings_only():
             return ocp.load(str(path.absolute()), part)

@@ -21,9 +21,12 @@ import pytest
 import streaming
 from ds4jax import hosts, testing
 from ds4jax import plan as planning
+from ds4jax.checkpoint import convert
+from ds4jax.checkpoint.load import load_resident
+from ds4jax.checkpoint.safetensors import open_checkpoint
 from ds4jax.checkpoint.source import config_text
 from ds4jax.checkpoint.synthetic import SyntheticSource
-from ds4jax.config import ConfigError
+from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.passes import PassReport
 from ds4jax.run_config import PipelineConfig, RunConfig
 from sharding import launcher
@@ -158,6 +161,25 @@ def test_reports_are_the_same_after_the_journey():
     assert dataclasses.replace(got[1], counts=counts) == dataclasses.replace(report, counts=counts)
 
 
+def test_tensors_of_other_processes_are_not_read(tmp_path, monkeypatch):
+    config = testing.tiny_config()
+    source = SyntheticSource(config, seed=0)
+    read, original = set(), source.read_many
+    monkeypatch.setattr(source, "read_many", lambda names: read.update(names) or original(names))
+    (device, *_) = jax.devices()
+    loaded = load_resident(source, device=[None, None, device, device, None])
+    assert {name.split(".")[1] for name in read} == {"2", "3"}
+    for number, block in enumerate(loaded.blocks):
+        kinds = {isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(block)}
+        assert kinds == {number in (2, 3)}
+    assert not isinstance(loaded.embed, jax.Array)
+    read.clear()
+    load_resident(source, device=[None] * 4 + [device])
+    assert {name for name in read if not name.startswith("layers.4.")} == {
+        *("head.weight", "norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale")
+    }
+
+
 # With processes
 
 
@@ -240,6 +262,21 @@ def test_a_process_killed_in_the_middle_is_named_and_nothing_is_left(rank, comma
     assert re.search(named, err), err
     assert "all processes of this host have ended, exit code 16" in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_each_process_reads_its_part_of_a_checkpoint(command, tmp_path):
+    """Published and converted folders give the same logits."""
+    config = ModelConfig.from_json(tmp_path / "model.json")
+    folders = [testing.write_checkpoint(tmp_path / "published", config), tmp_path / "converted"]
+    convert.convert(open_checkpoint(folders[0]), folders[1])
+    shas = set()
+    for folder in folders:
+        flags = [f"--checkpoint={folder}", "--overwrite"]
+        code, out, err = finish(start(2, "none", 0, [*command, *flags]))
+        assert code == 0, err
+        shas.add(json.loads(out.splitlines()[-1])["outputs"]["logits.npy"]["sha256"])
+    assert len(shas) == 1
 
 
 @pytest.mark.slow
