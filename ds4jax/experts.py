@@ -117,13 +117,21 @@ def layer_maker(
             slab = maker.slab(first_layer + layer, chosen)
             for (_, made), array in zip(_fields(slab), arrays, strict=True):
                 rows = array[first : first + len(chosen)]
-                if driver is None:
+                if driver is None or not _read_device(driver, made, rows):
                     np.copyto(rows, np.asarray(made))
-                else:
-                    jax.block_until_ready(made)
-                    driver.read(rows.ctypes.data, made.unsafe_buffer_pointer(), rows.nbytes)
 
     return fill
+
+
+def _read_device(driver: streaming.CudaDriver, made: jax.Array, rows: np.ndarray) -> bool:
+    """Copies a device array into `rows`; False when the driver refused."""
+    jax.block_until_ready(made)
+    try:
+        driver.read(rows.ctypes.data, made.unsafe_buffer_pointer(), rows.nbytes)
+    except streaming.PinError as error:
+        log.warning("experts: copied through another host array (%s)", error)
+        return False
+    return True
 
 
 def store_filler(

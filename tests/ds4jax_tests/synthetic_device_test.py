@@ -1,5 +1,7 @@
 """Weights made on a device have the bits of those made on the host."""
 
+import ctypes
+
 import jax
 import numpy as np
 import pytest
@@ -128,4 +130,22 @@ def test_a_store_is_filled_with_what_the_device_makes(experts, device, monkeypat
         wanted = load.load_expert_slab(source, layer, items)
         for array, field in zip(piece.arrays, ("gate_up", "gate_up_scale", "down"), strict=False):
             same_bits(array, np.asarray(getattr(wanted, field)))
+    store.close()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_store_is_filled_through_the_driver_or_without_it(refused, device):
+    source = SyntheticSource(TINY, 0)
+
+    class Driver:
+        def read(self, address, device_address, nbytes):
+            if refused:
+                raise streaming.PinError("no")
+            ctypes.memmove(address, device_address, nbytes)
+
+    layout = pool.slab_layout(source, 1)
+    store = streaming.HostStore(layout, [(1, 4)], policy="off")
+    store.fill_layers(pool.layer_maker(synthetic_device.DeviceMaker(source, device), 0, Driver()))
+    wanted = load.load_expert_slab(source, 0, (1, 4))
+    same_bits(store.pieces(0, (1, 4))[0].arrays[0], np.asarray(wanted.gate_up))
     store.close()
