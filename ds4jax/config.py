@@ -102,6 +102,10 @@ class ModelConfig:
                 raise ConfigError(
                     f"{where} does not exist: a checkpoint folder needs its config.json"
                 ) from None
+            except OSError as error:
+                raise ConfigError(
+                    f"{where} cannot be read ({error.strerror}): expected a JSON file"
+                ) from None
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{where} is not JSON ({error}): fetch it again") from None
             if not isinstance(source, dict):

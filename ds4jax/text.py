@@ -333,8 +333,14 @@ def _read_line(
                 messages.insert(0, {"role": "system"})
             messages[0] = {**messages[0], "tools": entry["tools"]}
         return Prompt(name, encode(_form_messages(messages, config)))
-    except (PromptError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise PromptError(f"{where}: {error!s}") from None
+    except PromptError as error:
+        raise PromptError(f"{where}: {error}") from None
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise PromptError(
+            f"{where} is not of the form of a prompt ({type(error).__name__}: {error}): expected "
+            'text as a string, messages as a list of {"role": ..., "content": ...}, tools as a '
+            'list of {"type": "function", "function": ...}'
+        ) from None
 
 
 def _array(tokens: Any) -> np.ndarray:

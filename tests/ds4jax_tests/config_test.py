@@ -91,6 +91,19 @@ def test_fields_that_contradict(changes, expected):
     assert expected in problem(changes)
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    for place, expected in (
+        (tmp_path, "cannot be read"),
+        (tmp_path / "none.json", "does not exist"),
+        (tmp_path / "list.json", "holds list, expected one object"),
+        (tmp_path / "text.json", "is not JSON"),
+    ):
+        (tmp_path / "list.json").write_text("[]")
+        (tmp_path / "text.json").write_text("{")
+        with pytest.raises(ConfigError, match=f"{place.name}.* {expected}"):
+            ModelConfig.from_json(place)
+
+
 def test_a_missing_key_is_named_with_the_nearest_one():
     raw = {**TINY, "index_top_k": TINY["index_topk"]}
     del raw["index_topk"]

@@ -260,7 +260,12 @@ def test_token_files_need_no_tokenizer(tmp_path):
         ("[]", r"p\.jsonl:1 has .* expected exactly one of text, messages, tokens"),
         ('{"text": "a", "tokens": []}', "expected exactly one of"),
         ('\n{"text": ""}', r"p\.jsonl:2: the prompt is empty"),
-        ('{"text": 3}', r"p\.jsonl:1: "),
+        ('{"text": 3}', r"p\.jsonl:1 is not of the form of a prompt .* text as a string"),
+        ('{"messages": 3}', r"p\.jsonl:1 is not of the form .* messages as a list"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}], "tools": "no"}',
+            r"p\.jsonl:1 is not of the form .* tools as a list",
+        ),
         ('{"tokens": [[1]]}', r"p\.jsonl:1: the token ids are int64 of shape \[1, 1\]"),
         ('{"tokens": [[1], [2, 3]]}', r"p\.jsonl:1: tokens is not flat"),
         ('{"tokens": [-1]}', "reach from -1 to -1"),
