@@ -17,13 +17,19 @@ from ds4jax.config import OVERLAPPED_RATIO, ModelConfig, Numerics
 from ds4jax.layers import (
     Linear,
     RMSNorm,
-    apply_rope,
-    head_norm,
     rope_frequencies,
     rope_table,
 )
-from ds4jax.quant import abstract_array, abstract_fp8, abstract_plain, dequantize
-from pallas_kernels import codecs, compressor, indexer, sparse_attention, window_attention
+from ds4jax.quant import abstract_array, abstract_fp8, abstract_plain
+from pallas_kernels import (
+    block_linear,
+    codecs,
+    compressor,
+    indexer,
+    rotary,
+    sparse_attention,
+    window_attention,
+)
 
 KV_QUANT_BLOCK = 64  # channels that share a scale in the FP8 rounding of keys (q2)
 
@@ -80,11 +86,6 @@ class Indexer(nnx.Module):
     compressor: Compressor = nnx.data()
     config: ModelConfig = nnx.static()
 
-    def transform(self, x: jax.Array, numerics: Numerics) -> jax.Array:
-        """The rotation that queries and keys share, then the FP4 rounding (q3): [..., Di]."""
-        x = codecs.hadamard(x)
-        return codecs.fake_quant_fp4(x) if numerics.q3 else x
-
     def queries(
         self, latent: jax.Array, table: tuple[jax.Array, jax.Array], numerics: Numerics
     ) -> jax.Array:
@@ -92,7 +93,7 @@ class Indexer(nnx.Module):
         heads = self.wq_b(latent, numerics).reshape(
             latent.shape[0], self.config.index_n_heads, self.config.index_head_dim
         )
-        return self.transform(apply_rope(heads, table), numerics)
+        return indexer.prepare_queries(heads, table, quantise=numerics.q3)
 
     def head_weights(self, inputs: jax.Array, numerics: Numerics) -> jax.Array:
         """inputs [T, D] -> [T, Hi] float32, rounded to the compute dtype before and after scale."""
@@ -130,27 +131,33 @@ class Attention(nnx.Module):
         The selection is that of `select` on CSA layers and None on others.
         """
         table = self.rope(chunk.positions)
-        latent, queries = self.queries(inputs, table, numerics)
+        latent, queries = self.queries(inputs, numerics)
         window_kv, state = self.update(inputs, table, state, chunk, numerics)
         selected = None
         if self.indexer is not None:
             selected = self.select(inputs, latent, table, state, chunk, numerics)
         with jax.named_scope("attend"):
-            heads = self.attend(queries, window_kv, selected, state, chunk)
+            heads = self.attend(queries, table, window_kv, selected, state, chunk)
         with jax.named_scope("output"):
-            outputs = self.output(apply_rope(heads, table, inverse=True), numerics)
+            outputs = self.output(heads, numerics)
         return outputs, state, selected
 
     def attend(
         self,
         queries: jax.Array,
+        table: rotary.Table,
         window_kv: jax.Array,
         selected: jax.Array | None,
         state: LayerState,
         chunk: Chunk,
     ) -> jax.Array:
-        """One softmax over window, compressed entries and sink: [T, H, K]."""
+        """One softmax over window, compressed entries and sink: [T, H, K].
+
+        Every query head is normalised over all its channels, without a weight and before the
+        rotation; outputs are turned back by the angle of their token.
+        """
         window, scale = self.config.sliding_window, self.config.head_dim**-0.5
+        heads = {"norm_eps": self.config.rms_norm_eps, "rope": table}
         if selected is None:
             return window_attention.window_attention(
                 queries,
@@ -161,6 +168,7 @@ class Attention(nnx.Module):
                 ratio=max(self.ratio, 1),
                 window=window,
                 scale=scale,
+                **heads,
             )
         assert state.compressed is not None
         return sparse_attention.sparse_attention(
@@ -172,26 +180,21 @@ class Attention(nnx.Module):
             chunk.position,
             window=window,
             scale=scale,
+            **heads,
         )
 
     def rope(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """This layer's cos and sin at `positions`."""
         return rope_table(positions, rope_frequencies(self.config, self.ratio))
 
-    def queries(
-        self, inputs: jax.Array, table: tuple[jax.Array, jax.Array], numerics: Numerics
-    ) -> tuple[jax.Array, jax.Array]:
-        """The latent [T, Rq], which the indexer shares, and the rotated queries [T, H, K].
-
-        Every head is normalised over all its channels, without a weight and before the rotation.
-        """
+    def queries(self, inputs: jax.Array, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
+        """The latent [T, Rq], which the indexer shares, and the queries [T, H, K] as projected."""
         with jax.named_scope("queries"):
             latent = self.q_norm(self.wq_a(inputs, numerics))
-            heads = self.wq_b(latent, numerics).reshape(
+            heads = self.wq_b(latent, numerics)
+            return latent, heads.reshape(
                 inputs.shape[0], self.config.num_attention_heads, self.config.head_dim
             )
-            heads = head_norm(heads, self.config.rms_norm_eps)
-            return latent, apply_rope(heads, table)
 
     def quantise_kv(self, kv: jax.Array, numerics: Numerics) -> jax.Array:
         """The FP8 rounding of the channels without rotation (q2), rows [..., K]."""
@@ -215,7 +218,7 @@ class Attention(nnx.Module):
         Row j of window_kv stands at position chunk.position - (W - 1) + j.
         """
         with jax.named_scope("window"):
-            kv = apply_rope(self.kv_norm(self.wkv(inputs, numerics)), table)
+            kv = rotary.apply_rope(self.kv_norm(self.wkv(inputs, numerics)), table)
             window_kv = jnp.concatenate([state.window, self.quantise_kv(kv, numerics)])
             window = jax.lax.dynamic_slice_in_dim(
                 window_kv, chunk.length, state.window.shape[0], axis=0
@@ -226,7 +229,9 @@ class Attention(nnx.Module):
             assert state.carry is not None
             with jax.named_scope("compress"):
                 entries, carry = self.compressor(inputs, state.carry, chunk, numerics)
-                entries = apply_rope(entries, self.rope(self.entry_positions(entries, chunk)))
+                entries = rotary.apply_rope(
+                    entries, self.rope(self.entry_positions(entries, chunk))
+                )
                 compressed = self.append(
                     state.compressed, self.quantise_kv(entries, numerics), chunk
                 )
@@ -236,10 +241,9 @@ class Attention(nnx.Module):
             assert state.index_carry is not None
             with jax.named_scope("index_keys"):
                 keys, carry = self.indexer.compressor(inputs, state.index_carry, chunk, numerics)
-                keys = apply_rope(keys, self.rope(self.entry_positions(keys, chunk)))
-                index_keys = self.append(
-                    state.index_keys, self.indexer.transform(keys, numerics), chunk
-                )
+                keys = rotary.apply_rope(keys, self.rope(self.entry_positions(keys, chunk)))
+                keys = indexer.mix_channels(keys, quantise=numerics.q3)
+                index_keys = self.append(state.index_keys, keys, chunk)
                 state = dataclasses.replace(state, index_keys=index_keys, index_carry=carry)
         return window_kv, state
 
@@ -292,16 +296,19 @@ class Attention(nnx.Module):
         """
         groups, rank = self.config.o_groups, self.config.o_lora_rank
         grouped = heads.reshape(heads.shape[0], groups, -1)
-        weight = dequantize(self.wo_a.weight, numerics.dtype).reshape(groups, rank, -1)
+        stored = self.wo_a.weight
+        weight = block_linear.decoded(stored.codes, stored.scales, numerics.dtype)
+        weight = weight.reshape(groups, rank, -1)
         latent = jax.lax.dot_general(
             grouped,
             weight,
             (((2,), (2,)), ((1,), (0,))),
             precision=numerics.precision,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=jnp.dtype(numerics.dtype),
         )
-        latent = codecs.round_to(jnp.swapaxes(latent, 0, 1), numerics.dtype)
-        return self.wo_b(latent.reshape(heads.shape[0], groups * rank), numerics)
+        return self.wo_b(
+            jnp.swapaxes(latent, 0, 1).reshape(heads.shape[0], groups * rank), numerics
+        )
 
 
 def abstract_attention(config: ModelConfig, ratio: int) -> Attention:

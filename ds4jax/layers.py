@@ -25,24 +25,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return codecs.round_to(wide, x.dtype)
 
 
-def head_norm(x: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) over the last axis, in the arithmetic of x.dtype.
-
-    The published code normalises query heads without leaving the dtype of the activations: square,
-    mean, sum with eps, inverse root and product are rounded one by one. In bfloat16 that moves the
-    output of a layer by 1 to 3 % against one rounding at the end.
-
-    x  [..., C] bfloat16 or float32; the result has its dtype.
-    """
-
-    def rounded(value: jax.Array) -> jax.Array:
-        return codecs.round_to(value, x.dtype).astype(jnp.float32)
-
-    wide = x.astype(jnp.float32)
-    mean = rounded(jnp.mean(rounded(wide * wide), axis=-1, keepdims=True))
-    return codecs.round_to(wide * rounded(jax.lax.rsqrt(rounded(mean + eps))), x.dtype)
-
-
 @nnx.dataclass
 class RMSNorm(nnx.Module):
     """`rms_norm` with a stored weight [C]."""
@@ -133,25 +115,3 @@ def rope_table(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array
     """
     angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None, :]
     return jnp.cos(angle), jnp.sin(angle)
-
-
-def apply_rope(
-    x: jax.Array, table: tuple[jax.Array, jax.Array], *, inverse: bool = False
-) -> jax.Array:
-    """Rotates the last R channels of x: adjacent channels (2i, 2i + 1) form pair i.
-
-    x      [T, C] or [T, H, C] bfloat16 or float32; rotated in float32 and rounded once.
-    table  cos and sin [T, R / 2] from `rope_table`.
-    inverse turns by the negative angle.
-    """
-    cos, sin = table
-    if x.ndim == 3:
-        cos, sin = cos[:, None, :], sin[:, None, :]
-    if inverse:
-        sin = -sin
-    plain = x.shape[-1] - 2 * cos.shape[-1]
-    pairs = x[..., plain:].astype(jnp.float32).reshape(*x.shape[:-1], cos.shape[-1], 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    turned = codecs.round_to(turned.reshape(*x.shape[:-1], 2 * cos.shape[-1]), x.dtype)
-    return jnp.concatenate([x[..., :plain], turned], axis=-1)

@@ -4,6 +4,9 @@ A program holds the queries of up to 64 heads and walks over the token's keys in
 online softmax: first its window, then the compressed entries, either a contiguous prefix or the
 rows of a list. Everything that depends on other tokens of the call is outside: a token's result
 has the same bits wherever it stands in a chunk.
+
+Norm and rotation of the queries and the rotation of the outputs run in the same program, with the
+roundings of `rotary`: apart, each would move as many bytes as the attention.
 """
 
 import dataclasses
@@ -14,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import rotary
 
 # Finite stand-in for -inf of the running maximum: a block without visible keys then gives zero
 # weights and no NaN. Far below every score, far above the float32 minimum.
@@ -28,11 +33,12 @@ class Config:
     keys: int  # keys of a block
     warps: int
     stages: int  # depth of the load pipeline
+    apart: bool = False  # scores in a region of their own, see `_kernel`
 
 
 CONFIGS = {
     "portable": Config(heads=32, keys=32, warps=4, stages=2),
-    "sm90": Config(heads=64, keys=64, warps=8, stages=2),
+    "sm90": Config(heads=64, keys=64, warps=8, stages=2, apart=True),
 }
 
 
@@ -59,6 +65,8 @@ def attend(
     ratio: int,
     window: int,
     scale: float,
+    norm_eps: float | None = None,
+    rope: rotary.Table | None = None,
     config: Config,
     interpret: bool,
 ) -> jax.Array:
@@ -70,26 +78,32 @@ def attend(
     tokens, heads, width = q.shape
     group = math.gcd(heads, config.heads)
     block = config.keys
-    arrays: list[jax.Array] = [window_kv]
+    arrays: dict[str, jax.Array] = {"window": window_kv}
     specs = [pl.no_block_spec]
     if entries is not None:
-        arrays.append(entries)
+        arrays["entries"] = entries
         specs.append(pl.no_block_spec)
         if indices is not None:
             padded = -(-indices.shape[1] // block) * block
-            arrays.append(
-                jnp.pad(indices, ((0, 0), (0, padded - indices.shape[1])), constant_values=-1)
-            )
+            if padded != indices.shape[1]:
+                indices = jnp.pad(
+                    indices, ((0, 0), (0, padded - indices.shape[1])), constant_values=-1
+                )
+            arrays["indices"] = indices
             specs.append(pl.BlockSpec((None, padded), lambda t, h: (t, 0)))
+    if rope is not None:
+        arrays |= {"cos": rope[0], "sin": rope[1]}
+        specs += [pl.no_block_spec] * 2
     kernel = functools.partial(
         _kernel,
-        has_entries=entries is not None,
-        has_indices=indices is not None,
-        capacity=0 if entries is None else entries.shape[0],
+        names=tuple(arrays),
         ratio=ratio,
         window=window,
         scale=scale,
+        norm_eps=norm_eps,
         block=block,
+        apart=config.apart,
+        interpret=interpret,
     )
     return pl.pallas_call(
         kernel,
@@ -105,49 +119,76 @@ def attend(
         compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="window_attention" if indices is None else "sparse_attention",
-    )(position.reshape(1), q, sink, *arrays)
+    )(position.reshape(1), q, sink, *arrays.values())
 
 
 def _kernel(
     position_ref,
     q_ref,
     sink_ref,
-    window_ref,
     *refs,
-    has_entries: bool,
-    has_indices: bool,
-    capacity: int,
+    names: tuple[str, ...],
     ratio: int,
     window: int,
     scale: float,
+    norm_eps: float | None,
     block: int,
+    apart: bool,
+    interpret: bool,
 ):
-    out_ref = refs[-1]
+    *refs, out_ref = refs
+    inputs = dict(zip(names, refs, strict=True))
     token = pl.program_id(0)
     position = position_ref[0]
     q = q_ref[...]
+    if norm_eps is not None or "cos" in inputs:
+        if norm_eps is not None:
+            q = _head_norm(q, norm_eps)
+        if "cos" in inputs:
+            q = turn(q, inputs["cos"], inputs["sin"], token, 1.0)
+        # By way of the output rows, which nobody else uses: Triton keeps an operand of a product in
+        # shared memory when it was loaded, and in registers, of which there are none left, when it
+        # was computed.
+        out_ref[...] = q
+        if not interpret:
+            plt.debug_barrier()
+        q = out_ref[...]
     factor = jnp.float32(scale * math.log2(math.e))
 
-    def update(keys, visible, running):
+    def update(index, keys, visible, running):
         highest, total, values = running
-        scores = jax.lax.dot_general(
-            q, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        scores = jnp.where(visible[None, :], scores * factor, -jnp.inf)
-        new = jnp.maximum(highest, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - new[:, None])
-        shrink = jnp.exp2(highest - new)
+
+        def weigh():
+            scores = jax.lax.dot_general(
+                q, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            )
+            scores = jnp.where(visible[None, :], scores * factor, -jnp.inf)
+            new = jnp.maximum(highest, jnp.max(scores, axis=1))
+            weights = jnp.exp2(scores - new[:, None])
+            shrink = jnp.exp2(highest - new)
+            return (
+                new,
+                total * shrink + jnp.sum(weights, axis=1),
+                shrink,
+                weights.astype(keys.dtype),
+            )
+
+        if apart:
+            # The condition always holds, which the compiler cannot know. Triton gives a product
+            # whose result enters another product of the same region to warps along its rows only:
+            # with 64 rows, eight warps would compute every score twice. In a region of its own the
+            # product is divided among all warps.
+            new, total, shrink, weights = jax.lax.cond(
+                index - position < 2**30,
+                weigh,
+                lambda: (highest, total, highest, jnp.zeros((q.shape[0], block), keys.dtype)),
+            )
+        else:
+            new, total, shrink, weights = weigh()
         product = jax.lax.dot_general(
-            weights.astype(keys.dtype),
-            keys,
-            (((1,), (0,)), ((), ())),
-            preferred_element_type=jnp.float32,
+            weights, keys, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )
-        return (
-            new,
-            total * shrink + jnp.sum(weights, axis=1),
-            values * shrink[:, None] + product,
-        )
+        return new, total, values * shrink[:, None] + product
 
     lanes = jnp.arange(block, dtype=jnp.int32)
     width = jnp.arange(q.shape[1], dtype=jnp.int32)
@@ -156,20 +197,24 @@ def _kernel(
         rows = index * block + lanes
         visible = (rows < window) & (position - (window - 1) + token + rows >= 0)
         keys = plt.load(
-            window_ref.at[(token + rows)[:, None], width[None, :]], mask=visible[:, None], other=0.0
+            inputs["window"].at[(token + rows)[:, None], width[None, :]],
+            mask=visible[:, None],
+            other=0.0,
         )
-        return update(keys, visible, running)
+        return update(index, keys, visible, running)
 
     def entry_block(index, running):
         at = index * block + lanes
-        if has_indices:
-            rows = refs[1][pl.ds(index * block, block)]
+        if "indices" in inputs:
+            rows = inputs["indices"][pl.ds(index * block, block)]
             visible = rows >= 0
         else:
             rows = at
             visible = at < seen
-        keys = plt.load(refs[0].at[rows[:, None], width[None, :]], mask=visible[:, None], other=0.0)
-        return update(keys, visible, running)
+        keys = plt.load(
+            inputs["entries"].at[rows[:, None], width[None, :]], mask=visible[:, None], other=0.0
+        )
+        return update(index, keys, visible, running)
 
     running = (
         jnp.full(q.shape[:1], FLOOR, jnp.float32),
@@ -177,13 +222,47 @@ def _kernel(
         jnp.zeros(q.shape, jnp.float32),
     )
     running = jax.lax.fori_loop(0, pl.cdiv(window, block), window_block, running)
-    if has_entries:
-        if has_indices:
-            blocks = refs[1].shape[0] // block
+    if "entries" in inputs:
+        if "indices" in inputs:
+            blocks = inputs["indices"].shape[0] // block
         else:
-            seen = jnp.minimum((position + token + 1) // ratio, capacity)
+            seen = jnp.minimum((position + token + 1) // ratio, inputs["entries"].shape[0])
             blocks = pl.cdiv(seen, block)
         running = jax.lax.fori_loop(0, blocks, entry_block, running)
     highest, total, values = running
     total = total + jnp.exp2(sink_ref[...] * jnp.float32(math.log2(math.e)) - highest)
-    out_ref[...] = (values / total[:, None]).astype(out_ref.dtype)
+    out = (values / total[:, None]).astype(out_ref.dtype)
+    if "cos" in inputs:
+        out = turn(out, inputs["cos"], inputs["sin"], token, -1.0)
+    out_ref[...] = out
+
+
+def _head_norm(x, eps: float):
+    """`rotary.head_norm` of x [h, K]; the compiler of these kernels keeps every rounding."""
+
+    def rounded(value):
+        return value.astype(x.dtype).astype(jnp.float32)
+
+    wide = x.astype(jnp.float32)
+    mean = rounded(jnp.sum(rounded(wide * wide), axis=1) / x.shape[1])
+    factor = rounded(jax.lax.rsqrt(rounded(mean + eps)))
+    return (wide * factor[:, None]).astype(x.dtype)
+
+
+def turn(x, cos_ref, sin_ref, token, sign: float):
+    """`rotary.apply_rope` of x [h, K], the heads of one token, by sign times its angles."""
+    heads, width = x.shape
+    pair = jnp.arange(width // 2, dtype=jnp.int32) - (width // 2 - cos_ref.shape[1])
+    turns = pair >= 0  # the others turn by nothing: cosine 1, sine 0
+    at = (token, jnp.maximum(pair, 0))
+    cos = plt.load(cos_ref.at[at], mask=turns, other=1.0)[None, :]
+    sin = sign * plt.load(sin_ref.at[at], mask=turns, other=0.0)[None, :]
+    pairs = x.astype(jnp.float32).reshape(heads, width // 2, 2)
+    # Values cannot be sliced here: a sum over the pair with a zero in it takes one of the two.
+    first = (jnp.arange(2, dtype=jnp.int32) == 0)[None, None, :]
+    even = jnp.sum(jnp.where(first, pairs, 0.0), axis=2)
+    odd = jnp.sum(jnp.where(first, 0.0, pairs), axis=2)
+    turned = jnp.where(
+        first, (even * cos - odd * sin)[:, :, None], (even * sin + odd * cos)[:, :, None]
+    )
+    return turned.reshape(heads, width).astype(x.dtype)

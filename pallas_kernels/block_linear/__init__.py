@@ -9,9 +9,10 @@ copies instead would cost 2 bytes per weight for all layers.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_linear import reference
+from pallas_kernels import checks, codecs
+from pallas_kernels.block_linear import kernel, reference
 
-__all__ = ["block_linear"]
+__all__ = ["block_linear", "decoded"]
 
 
 def block_linear(
@@ -21,6 +22,8 @@ def block_linear(
     *,
     quantize_input: bool,
     dtype: jax.typing.DTypeLike,
+    implementation: str | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """x @ weight^T, accumulated in float32 and rounded once to `dtype`.
 
@@ -29,8 +32,13 @@ def block_linear(
     scales   u8 E8M0 [ceil(N/128), ceil(K/128)], or None.
     quantize_input  rounds x to E4M3 with one power-of-two scale per row and 128 channels first.
     dtype    bf16 or f32: the dtype of both operands of the product and of the result [T, N].
+    implementation  of the steps around the product: None (automatic), "reference" (plain JAX,
+             also what automatic means without a GPU), "portable" or "sm90" (Pallas-Triton, the
+             same for all NVIDIA GPUs). The results are the same.
+    interpret  runs the kernels in the interpreter, on any backend.
 
-    Raises ValueError for shapes or dtypes that do not fit.
+    Raises ValueError for shapes or dtypes that do not fit, NotImplementedError when the
+    implementation asked for cannot run this call.
     """
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype is {jnp.dtype(dtype)}, expected bfloat16 or float32")
@@ -44,4 +52,33 @@ def block_linear(
             f"weight is {weight.dtype} {'with' if plain else 'without'} scales: expected FP8 with "
             "scales, or bfloat16 or float32 without"
         )
+    chosen = checks.pick(
+        "block_linear", implementation, kernel.refusal(x, dtype), interpret=interpret
+    )
+    if chosen in ("portable", "sm90"):
+        if quantize_input and x.shape[1] % kernel.BLOCK == 0:
+            x, quantize_input = kernel.fake_quant_fp8(x, interpret=interpret), False
+        weight, scales = decoded(weight, scales, dtype, chosen, interpret=interpret), None
     return reference.block_linear(x, weight, scales, quantize_input=quantize_input, dtype=dtype)
+
+
+def decoded(
+    weight: jax.Array,
+    scales: jax.Array | None,
+    dtype: jax.typing.DTypeLike,
+    implementation: str | None = None,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Values of a weight in `dtype`, [N, K]; arguments as in `block_linear`."""
+    if scales is None:
+        return weight.astype(dtype)
+    whole = not any(size % kernel.BLOCK for size in weight.shape)
+    bfloat16 = jnp.dtype(dtype) == jnp.bfloat16
+    refusal = None if whole and bfloat16 else "the kernel decodes whole blocks to bfloat16"
+    if implementation in ("portable", "sm90") and refusal is not None:
+        implementation = "reference"
+    chosen = checks.pick("decoded", implementation, refusal, interpret=interpret)
+    if chosen in ("portable", "sm90"):
+        return kernel.decode_fp8(weight, scales, interpret=interpret)
+    return codecs.decode_fp8(weight, scales, dtype)

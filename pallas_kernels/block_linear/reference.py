@@ -19,11 +19,11 @@ def block_linear(
     if quantize_input:
         x = codecs.fake_quant_fp8(x, 128)
     decoded = weight if scales is None else codecs.decode_fp8(weight, scales, dtype)
-    y = lax.dot_general(
+    # The product itself rounds its float32 sums: a float32 result would be written and read again.
+    return lax.dot_general(
         codecs.round_to(x, dtype),
         decoded.astype(dtype),
         (((1,), (1,)), ((), ())),
         precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=jnp.dtype(dtype),
     )
-    return codecs.round_to(y, dtype)

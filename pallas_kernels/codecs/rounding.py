@@ -89,17 +89,22 @@ def hadamard(x: jax.Array) -> jax.Array:
     n = x.shape[-1]
     if n < 1 or n & (n - 1):
         raise ValueError(f"hadamard got a last axis of {n}, expected a power of two")
-    matrix = np.ones((1, 1), np.float32)
-    while matrix.shape[0] < n:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     # Entries are +-1, so products of bfloat16 inputs are exact on matrix units.
     y = jnp.matmul(
         x,
-        jnp.asarray(matrix, x.dtype),
+        jnp.asarray(hadamard_matrix(n), x.dtype),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
     return round_to(y * jnp.float32(n**-0.5), x.dtype)
+
+
+def hadamard_matrix(n: int) -> np.ndarray:
+    """The Sylvester-ordered Hadamard matrix [n, n] float32 of entries +-1, n a power of two."""
+    matrix = np.ones((1, 1), np.float32)
+    while matrix.shape[0] < n:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
 
 
 def _round_mantissa(x: jax.Array, mantissa_bits: int, smallest_exponent: int) -> jax.Array:
@@ -107,8 +112,20 @@ def _round_mantissa(x: jax.Array, mantissa_bits: int, smallest_exponent: int) ->
     exponent = jnp.maximum(((bits >> 23) & 255) - 127, smallest_exponent)
     # NaN and infinity have exponent 128: keep both powers normal, they stay what they are.
     shift = mantissa_bits - jnp.minimum(exponent, 100)
-    rounded = lax.round(x * power_of_two(shift), lax.RoundingMethod.TO_NEAREST_EVEN)
-    return rounded * power_of_two(-shift)
+    return _nearest_even(x * power_of_two(shift)) * power_of_two(-shift)
+
+
+def _nearest_even(x: jax.Array) -> jax.Array:
+    """x (f32, below 2**22 in magnitude) to the nearest integer, ties to even; -0.2 gives -0.0.
+
+    `lax.round` by operations that kernels have too. Adding and subtracting 1.5 * 2**23 would do,
+    if XLA did not add up the two constants.
+    """
+    low = lax.floor(x)
+    above = x - low
+    odd = low - 2.0 * lax.floor(low * 0.5) == 1.0
+    nearest = jnp.abs(jnp.where((above > 0.5) | ((above == 0.5) & odd), low + 1.0, low))
+    return jnp.where(lax.bitcast_convert_type(x, jnp.int32) < 0, -nearest, nearest)
 
 
 def _block_codes_fp8(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -142,7 +159,9 @@ def _unblock(blocks: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _amax(blocks: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+    # NaN counts as infinity: a maximum over several values need not be NaN when one of them is.
+    magnitude = jnp.where(blocks == blocks, jnp.abs(blocks), jnp.float32(jnp.inf))
+    return jnp.max(magnitude, axis=-1, keepdims=True)
 
 
 def _clip(x: jax.Array, limit: float) -> jax.Array:

@@ -4,10 +4,57 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import checks
-from pallas_kernels.indexer import kernel, reference, tiled
+from pallas_kernels import checks, rotary
+from pallas_kernels.indexer import kernel, prepare, reference, tiled
 
-__all__ = ["indexer_scores", "select_entries"]
+__all__ = ["indexer_scores", "mix_channels", "prepare_queries", "select_entries"]
+
+
+def mix_channels(x: jax.Array, *, quantise: bool) -> jax.Array:
+    """The Hadamard transform that index queries and keys share, after their rotation.
+
+    x [..., Di] float32 or bfloat16 -> the same shape and dtype, rounded once; `quantise` rounds to
+    FP4 in blocks of 32 channels as well (q3).
+    """
+    return prepare.mix_channels(x, quantise=quantise)
+
+
+def prepare_queries(
+    queries: jax.Array,
+    rope: rotary.Table,
+    *,
+    quantise: bool,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Rotation, then `mix_channels`, of index queries as projected.
+
+    Args:
+      queries: [T, Hi, Di] float32 or bfloat16.
+      rope: cos and sin [T, R / 2] float32, see `rotary.apply_rope`.
+      quantise: rounds the result to FP4 in blocks of 32 channels (q3).
+      implementation: None (automatic), "reference" or "tiled" (plain JAX), "portable" or "sm90"
+        (one Pallas-Triton kernel for all NVIDIA GPUs). Sums may differ in the last bit before they
+        are rounded.
+      interpret: run the kernel in the interpreter, on any backend.
+
+    Returns:
+      [T, Hi, Di] in the dtype of the queries.
+
+    Raises:
+      ValueError: shapes or dtypes that contradict each other.
+      NotImplementedError: the implementation asked for cannot run this call.
+    """
+    shapes = checks.Shapes("prepare_queries")
+    shapes.bind("queries", queries, "THK", checks.FLOATS)
+    shapes.bind("cos", rope[0], "TR", checks.FLOAT32)
+    shapes.bind("sin", rope[1], "TR", checks.FLOAT32)
+    chosen = checks.pick(
+        "prepare_queries", implementation, prepare.refusal(queries), interpret=interpret
+    )
+    if chosen in kernel.CONFIGS:
+        return prepare.prepare_queries(queries, rope, quantise=quantise, interpret=interpret)
+    return mix_channels(rotary.apply_rope(queries, rope), quantise=quantise)
 
 
 def indexer_scores(

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import attention_kernel, checks
+from pallas_kernels import attention_kernel, checks, rotary
 from pallas_kernels.sparse_attention import reference, tiled
 
 __all__ = ["sparse_attention"]
@@ -20,13 +20,15 @@ def sparse_attention(
     *,
     window: int,
     scale: float,
+    norm_eps: float | None = None,
+    rope: rotary.Table | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """One softmax over the window, the listed compressed entries and the sink.
 
     Args:
-      q: [T, H, K] float32 or bfloat16, rotated queries.
+      q: [T, H, K] float32 or bfloat16, queries as `norm_eps` and `rope` say.
       window_kv: [window - 1 + T, K], as in `window_attention`.
       compressed: [N, K]; rows that no list names may hold anything.
       indices: [T, k] int32, the entries token t sees; -1 = none, at any place of the list. The
@@ -35,6 +37,9 @@ def sparse_attention(
       position: absolute position of the first token, int32 scalar (may be traced).
       window: rows of the sliding window, the token itself included.
       scale: factor on q . k, head_dim ** -0.5.
+      norm_eps: normalises every query head first, see `rotary.head_norm`; None leaves them.
+      rope: cos and sin [T, R / 2] float32 by which queries are rotated (after the norm) and
+        outputs rotated back (after their rounding), see `rotary.apply_rope`; None leaves both.
       implementation: None (automatic), "reference", "tiled" (plain JAX, bounded workspace, any
         backend), "portable" (Pallas-Triton, any recent NVIDIA GPU) or "sm90" (the same with the
         tiles for Hopper). They differ in the last bits.
@@ -55,6 +60,14 @@ def sparse_attention(
     shapes.bind("compressed", compressed, "NK", (q.dtype,))
     shapes.bind("indices", indices, "Tk", checks.INT32)
     shapes.bind("sink", sink, "H", checks.FLOAT32)
+    if rope is not None:
+        shapes.bind("cos", rope[0], "TR", checks.FLOAT32)
+        shapes.bind("sin", rope[1], "TR", checks.FLOAT32)
+        if 2 * rope[0].shape[1] > q.shape[2]:
+            raise ValueError(
+                f"sparse_attention: cos has {rope[0].shape[1]} channel pairs, expected at most "
+                f"{q.shape[2] // 2} (q has {q.shape[2]} channels)"
+            )
     chosen = checks.pick(
         "sparse_attention", implementation, attention_kernel.refusal(q), interpret=interpret
     )
@@ -70,10 +83,17 @@ def sparse_attention(
             ratio=1,
             window=window,
             scale=scale,
+            norm_eps=norm_eps,
+            rope=rope,
             config=attention_kernel.CONFIGS[chosen],
             interpret=interpret,
         )
+    if norm_eps is not None:
+        q = rotary.head_norm(q, norm_eps)
+    if rope is not None:
+        q = rotary.apply_rope(q, rope)
     form = reference if chosen == "reference" else tiled
-    return form.sparse_attention(
+    out = form.sparse_attention(
         q, window_kv, compressed, indices, sink, position, window=window, scale=scale
     )
+    return out if rope is None else rotary.apply_rope(out, rope, inverse=True)

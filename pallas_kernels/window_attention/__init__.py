@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import attention_kernel, checks
+from pallas_kernels import attention_kernel, checks, rotary
 from pallas_kernels.window_attention import reference, tiled
 
 __all__ = ["window_attention"]
@@ -20,6 +20,8 @@ def window_attention(
     ratio: int,
     window: int,
     scale: float,
+    norm_eps: float | None = None,
+    rope: rotary.Table | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -30,7 +32,7 @@ def window_attention(
     compressed entries i < (position + t + 1) // ratio.
 
     Args:
-      q: [T, H, K] float32 or bfloat16, rotated queries.
+      q: [T, H, K] float32 or bfloat16, queries as `norm_eps` and `rope` say.
       window_kv: [window - 1 + T, K]; row j has absolute position position - (window - 1) + j. Rows
         of negative position are masked and may hold anything.
       compressed: [N, K] or None when the layer has no compressor. Rows a token does not see may
@@ -40,6 +42,9 @@ def window_attention(
       ratio: tokens per compressed entry (not used without `compressed`).
       window: rows of the sliding window, the token itself included.
       scale: factor on q . k, head_dim ** -0.5.
+      norm_eps: normalises every query head first, see `rotary.head_norm`; None leaves them.
+      rope: cos and sin [T, R / 2] float32 by which queries are rotated (after the norm) and
+        outputs rotated back (after their rounding), see `rotary.apply_rope`; None leaves both.
       implementation: None (automatic), "reference", "tiled" (plain JAX, bounded workspace, any
         backend), "portable" (Pallas-Triton, any recent NVIDIA GPU) or "sm90" (the same with the
         tiles for Hopper). They differ in the last bits.
@@ -61,6 +66,14 @@ def window_attention(
         checks.positive("window_attention", ratio=ratio)
         shapes.bind("compressed", compressed, "NK", (q.dtype,))
     shapes.bind("sink", sink, "H", checks.FLOAT32)
+    if rope is not None:
+        shapes.bind("cos", rope[0], "TR", checks.FLOAT32)
+        shapes.bind("sin", rope[1], "TR", checks.FLOAT32)
+        if 2 * rope[0].shape[1] > q.shape[2]:
+            raise ValueError(
+                f"window_attention: cos has {rope[0].shape[1]} channel pairs, expected at most "
+                f"{q.shape[2] // 2} (q has {q.shape[2]} channels)"
+            )
     chosen = checks.pick(
         "window_attention", implementation, attention_kernel.refusal(q), interpret=interpret
     )
@@ -76,10 +89,17 @@ def window_attention(
             ratio=ratio,
             window=window,
             scale=scale,
+            norm_eps=norm_eps,
+            rope=rope,
             config=attention_kernel.CONFIGS[chosen],
             interpret=interpret,
         )
+    if norm_eps is not None:
+        q = rotary.head_norm(q, norm_eps)
+    if rope is not None:
+        q = rotary.apply_rope(q, rope)
     form = reference if chosen == "reference" else tiled
-    return form.window_attention(
+    out = form.window_attention(
         q, window_kv, compressed, sink, position, ratio=ratio, window=window, scale=scale
     )
+    return out if rope is None else rotary.apply_rope(out, rope, inverse=True)

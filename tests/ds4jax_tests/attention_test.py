@@ -12,7 +12,7 @@ import pytest
 
 from ds4jax import attention, cache, layers
 from ds4jax.config import PRESETS, LayerKind, ModelConfig, Numerics, RopeScaling
-from pallas_kernels import codecs
+from pallas_kernels import codecs, rotary, window_attention
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "models"
 FLASH = ModelConfig.from_json(CONFIGS / "flash.json")
@@ -118,7 +118,7 @@ def test_hca_entries_follow_the_formula():
         weights = np.exp(gates[block] - gates[block].max(axis=0))
         pooled = jnp.asarray((weights * values[block]).sum(axis=0) / weights.sum(axis=0))
         normed = layers.rms_norm(pooled[None], part.norm.weight, SMALL.rms_norm_eps)
-        wanted = layers.apply_rope(normed, attend.rope(jnp.asarray([8 * entry], jnp.int32)))
+        wanted = rotary.apply_rope(normed, attend.rope(jnp.asarray([8 * entry], jnp.int32)))
         np.testing.assert_allclose(state.compressed[entry], wanted[0], atol=2e-5)
     assert not np.any(state.compressed[3:])
 
@@ -140,7 +140,7 @@ def test_csa_entries_overlap_the_previous_block():
         weights = np.exp(z - z.max(axis=0))
         pooled = jnp.asarray((weights * c).sum(axis=0) / weights.sum(axis=0))
         normed = layers.rms_norm(pooled[None], part.norm.weight, SMALL.rms_norm_eps)
-        wanted = layers.apply_rope(normed, attend.rope(jnp.asarray([4 * entry], jnp.int32)))
+        wanted = rotary.apply_rope(normed, attend.rope(jnp.asarray([4 * entry], jnp.int32)))
         np.testing.assert_allclose(state.compressed[entry], wanted[0], atol=2e-5)
 
 
@@ -208,7 +208,7 @@ def test_window_state_holds_what_queries_saw():
     inputs = np.random.default_rng(15).standard_normal((9, 48)).astype(np.float32)
     _, state = run(attend, inputs, [2, 7], numerics)
     kv = attend.kv_norm(attend.wkv(jnp.asarray(inputs), numerics))
-    kv = layers.apply_rope(kv, attend.rope(jnp.arange(9, dtype=jnp.int32)))
+    kv = rotary.apply_rope(kv, attend.rope(jnp.arange(9, dtype=jnp.int32)))
     np.testing.assert_allclose(state.window, attend.quantise_kv(kv, numerics)[5:], atol=1e-6)
     _, early = run(attend, inputs[:2], [2], numerics)
     assert not np.any(early.window[:2])
@@ -235,11 +235,27 @@ def test_query_norm_uses_the_configured_eps():
         attend = filled(attention.abstract_attention(config, 0), 3)
         # The latent norm is undone, so that only the per-head norm is left to differ.
         attend = dataclasses.replace(attend, q_norm=layers.RMSNorm(attend.q_norm.weight, 1e-6))
-        table = attend.rope(jnp.arange(4, dtype=jnp.int32))
-        outs.append(attend.queries(inputs, table, ORACLE)[1])
-    norms = [np.mean(np.square(np.asarray(out, float)), axis=-1) for out in outs]
-    np.testing.assert_allclose(norms[0], 1, rtol=1e-4)
-    assert np.all(norms[1] < 0.97)
+        chunk = cache.make_chunk(np.zeros(4, np.int32), 0, 4)
+        state = cache.empty_layer_state(config, 0, ORACLE, 128)
+        queries = attend.queries(inputs, ORACLE)[1]
+        table = attend.rope(chunk.positions)
+        window_kv, state = attend.update(inputs, table, state, chunk, ORACLE)
+        got = attend.attend(queries, table, window_kv, None, state, chunk)
+        queries = rotary.head_norm(queries, eps)
+        assert np.all(np.mean(np.square(queries), axis=-1) < (1.001 if eps < 0.1 else 0.97))
+        wanted = window_attention.window_attention(
+            rotary.apply_rope(queries, table),
+            window_kv,
+            None,
+            attend.attn_sink,
+            0,
+            ratio=1,
+            window=config.sliding_window,
+            scale=config.head_dim**-0.5,
+        )
+        np.testing.assert_array_equal(got, rotary.apply_rope(wanted, table, inverse=True))
+        outs.append(got)
+    assert not np.allclose(outs[0], outs[1], rtol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["flash", "pro"])

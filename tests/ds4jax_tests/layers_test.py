@@ -12,7 +12,7 @@ import pytest
 from ds4jax import layers
 from ds4jax.config import ModelConfig, Numerics
 from ds4jax.quant import QTensor
-from pallas_kernels import codecs
+from pallas_kernels import codecs, rotary
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "models"
 FLASH = ModelConfig.from_json(CONFIGS / "flash.json")
@@ -26,7 +26,7 @@ def random(seed, *shape, dtype=np.float32):
 def test_norms_of_float32(eps):
     x, weight = random(1, 5, 3, 48), random(2, 48)
     wanted = x / np.sqrt(np.mean(x.astype(np.float64) ** 2, axis=-1, keepdims=True) + eps)
-    got = layers.head_norm(jnp.asarray(x), eps)
+    got = rotary.head_norm(jnp.asarray(x), eps)
     np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=1e-7)
     got = layers.rms_norm(jnp.asarray(x), jnp.asarray(weight), eps)
     np.testing.assert_allclose(got, wanted * weight, rtol=2e-6, atol=1e-7)
@@ -48,7 +48,7 @@ def test_rms_norm_of_bfloat16_rounds_once():
 
 def test_head_norm_of_bfloat16_rounds_every_step():
     x = random(5, 64, 4, 128, dtype=ml_dtypes.bfloat16)
-    got = np.asarray(jax.jit(lambda x: layers.head_norm(x, 1e-6))(jnp.asarray(x)))
+    got = np.asarray(jax.jit(lambda x: rotary.head_norm(x, 1e-6))(jnp.asarray(x)))
     assert got.dtype == x.dtype
     square = np.square(x)  # numpy rounds each result to the dtype of its operands
     mean = np.mean(square.astype(np.float64), axis=-1, keepdims=True).astype(x.dtype)
@@ -148,7 +148,7 @@ def test_adjacent_channels_turn_as_complex_numbers(heads):
     positions = np.arange(100, 107, dtype=np.int32)
     frequencies = (0.3 ** np.arange(4)).astype(np.float32)
     table = layers.rope_table(jnp.asarray(positions), frequencies)
-    got = np.asarray(layers.apply_rope(jnp.asarray(x), table))
+    got = np.asarray(rotary.apply_rope(jnp.asarray(x), table))
     np.testing.assert_array_equal(got[..., :12], x[..., :12])
     pairs = x[..., 12:].reshape(7, *heads, 4, 2)
     turn = np.exp(1j * positions[:, None] * frequencies[None, :])
@@ -156,17 +156,17 @@ def test_adjacent_channels_turn_as_complex_numbers(heads):
     wanted = (pairs[..., 0] + 1j * pairs[..., 1]) * turn
     got_pairs = got[..., 12:].reshape(7, *heads, 4, 2)
     np.testing.assert_allclose(got_pairs[..., 0] + 1j * got_pairs[..., 1], wanted, atol=1e-4)
-    back = layers.apply_rope(jnp.asarray(got), table, inverse=True)
+    back = rotary.apply_rope(jnp.asarray(got), table, inverse=True)
     np.testing.assert_allclose(back, x, atol=1e-6)
 
 
 def test_rope_of_bfloat16_rounds_the_turned_channels_only():
     x = random(6, 9, 24, dtype=ml_dtypes.bfloat16)
     table = layers.rope_table(jnp.arange(9, dtype=jnp.int32), np.float32([1.0, 0.1]))
-    got = layers.apply_rope(jnp.asarray(x), table)
+    got = rotary.apply_rope(jnp.asarray(x), table)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(got)[:, :20], x[:, :20])
-    wide = layers.apply_rope(jnp.asarray(x.astype(np.float32)), table)
+    wide = rotary.apply_rope(jnp.asarray(x.astype(np.float32)), table)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(wide).astype(ml_dtypes.bfloat16))
 
 

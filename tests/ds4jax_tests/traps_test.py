@@ -26,6 +26,7 @@ from pallas_kernels import (
     compressor,
     hyper_connections,
     indexer,
+    rotary,
     routed_experts,
     sparse_attention,
     top_k,
@@ -33,6 +34,7 @@ from pallas_kernels import (
 )
 
 SWA, CSA, HCA, SCORED = range(4)
+ROPE = rotary.apply_rope  # as it is before a trap replaces it
 PLAIN = Numerics("float32")
 QUANTISED = Numerics("float32", SIMULATIONS)
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "models"
@@ -140,18 +142,18 @@ def half_split_rope(x, table, *, inverse=False):
     plain = x.shape[-1] - rotated
     order = np.arange(rotated).reshape(2, -1).T.reshape(-1)
     tail = x[..., plain:][..., order]
-    turned = layers.apply_rope(tail, table, inverse=inverse)[..., np.argsort(order)]
+    turned = ROPE(tail, table, inverse=inverse)[..., np.argsort(order)]
     return jnp.concatenate([x[..., :plain], turned], axis=-1)
 
 
 def first_channels_rope(x, table, *, inverse=False):
     rotated = 2 * table[0].shape[-1]
-    turned = layers.apply_rope(x[..., :rotated], table, inverse=inverse)
+    turned = ROPE(x[..., :rotated], table, inverse=inverse)
     return jnp.concatenate([turned, x[..., rotated:]], axis=-1)
 
 
 def no_inverse_rope(x, table, *, inverse=False):
-    return x if inverse else layers.apply_rope(x, table)
+    return x if inverse else ROPE(x, table)
 
 
 def table_times(factor):
@@ -412,9 +414,9 @@ TRAPS = [
     Row("R1", "window layer with the compressed base", SWA, ratio_of_frequencies(4)),
     Row("R1", "entries with another base than queries", CSA, entries_with_other_base),
     Row("R8", "yarn lost in hca", HCA, frequencies(without_yarn)),
-    Row("R3", "half-split pairs", SWA, replaced(attention, "apply_rope", half_split_rope)),
-    Row("R4", "first channels", SWA, replaced(attention, "apply_rope", first_channels_rope)),
-    Row("R5", "no inverse rotation", SWA, replaced(attention, "apply_rope", no_inverse_rope)),
+    Row("R3", "half-split pairs", SWA, replaced(rotary, "apply_rope", half_split_rope)),
+    Row("R4", "first channels", SWA, replaced(rotary, "apply_rope", first_channels_rope)),
+    Row("R5", "no inverse rotation", SWA, replaced(rotary, "apply_rope", no_inverse_rope)),
     Row("R6", "mscale in the tables", SWA, table_times(0.1 * np.log(16) + 1)),
     Row("R7", "entries at their last token", HCA, entry_positions(lambda at, r: at + r - 1)),
     Row("R9", "tables in bfloat16", SWA, wrap(attention, "rope_table", bf16_table)),

@@ -7,7 +7,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import codecs
-from pallas_kernels.block_linear import block_linear
+from pallas_kernels.block_linear import block_linear, decoded, kernel
 from pallas_kernels.codecs import host
 
 
@@ -62,6 +62,81 @@ class BlockLinearTest(parameterized.TestCase):
         ):
             with pytest.raises(ValueError, match=text):
                 block_linear(*args, quantize_input=False, dtype=dtype)
+
+
+def bits(x):
+    """The bits of a bfloat16 array; every NaN is the same."""
+    x = np.asarray(x)
+    return np.where(np.isnan(x.astype("f4")), 0x7FFF, x.view(np.uint16))
+
+
+def test_the_kernels_have_the_bits_of_the_codecs():
+    """Blocks of zeros, of tiny values, with NaN and infinity; all bytes, scales 0 and 255."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(24, 640)) * np.exp(3 * rng.normal(size=(24, 640)))
+    x[0, :128], x[1, 3], x[2, 5] = 0, np.nan, np.inf
+    x[3, :128] *= 1e-6
+    x = jnp.asarray(x, jnp.bfloat16)
+    np.testing.assert_array_equal(
+        bits(kernel.fake_quant_fp8(x, interpret=True)), bits(codecs.fake_quant_fp8(x, 128))
+    )
+    codes = jnp.asarray(rng.permutation(256 * 384) % 256, jnp.uint8).reshape(256, 384)
+    scales = jnp.asarray([[0, 255, 120], [127, 200, 1]], jnp.uint8)
+    wanted = bits(codecs.decode_fp8(codes, scales, jnp.bfloat16))
+    for stored in (codes, jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)):
+        got = decoded(stored, scales, jnp.bfloat16, "portable", interpret=True)
+        np.testing.assert_array_equal(bits(got), wanted)
+
+
+@pytest.mark.parametrize("quantize_input", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 128), (300, 200), (256, 200)])
+def test_implementations_agree(quantize_input, inputs, outputs):
+    """Shapes without whole blocks take the plain steps."""
+    x, codes, scales, _ = make(6, inputs=inputs, outputs=outputs)
+    x = x.astype(jnp.bfloat16)
+    options = {"quantize_input": quantize_input, "dtype": jnp.bfloat16}
+    wanted = block_linear(x, codes, scales, **options)
+    got = block_linear(x, codes, scales, **options, implementation="portable", interpret=True)
+    np.testing.assert_array_equal(bits(got), bits(wanted))
+
+
+def test_kernels_refuse_float32():
+    x, codes, scales, _ = make(7)
+    with pytest.raises(NotImplementedError, match="x is float32"):
+        block_linear(
+            x,
+            codes,
+            scales,
+            quantize_input=True,
+            dtype=jnp.float32,
+            implementation="portable",
+            interpret=True,
+        )
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(4096, 1536), (1024, 32768), (8192, 4096), (2048, 4096), (7168, 2048)]
+)
+def test_lowers_at_the_shapes_of_the_models(inputs, outputs, lower_for_gpu):
+    text = lower_for_gpu(
+        lambda x, codes, scales: (kernel.fake_quant_fp8(x), kernel.decode_fp8(codes, scales)),
+        jax.ShapeDtypeStruct((8192, inputs), jnp.bfloat16),
+        jax.ShapeDtypeStruct((outputs, inputs), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((outputs // 128, inputs // 128), jnp.uint8),
+    )
+    assert text.count("__gpu$xla.gpu.triton") == 2
+
+
+@pytest.mark.gpu1
+def test_on_the_gpu():
+    rng = np.random.default_rng(8)
+    x = jnp.asarray(rng.normal(size=(300, 4096)), jnp.bfloat16)
+    np.testing.assert_array_equal(
+        bits(jax.jit(kernel.fake_quant_fp8)(x)), bits(codecs.fake_quant_fp8(x, 128))
+    )
+    codes, scales = host.encode_fp8(rng.standard_normal((512, 4096)).astype("f4"))
+    got = jax.jit(kernel.decode_fp8)(codes, scales)
+    np.testing.assert_array_equal(bits(got), bits(codecs.decode_fp8(codes, scales, jnp.bfloat16)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.indexer import indexer_scores, kernel, select_entries
+from pallas_kernels import codecs, rotary
+from pallas_kernels.indexer import (
+    indexer_scores,
+    kernel,
+    mix_channels,
+    prepare,
+    prepare_queries,
+    select_entries,
+)
 from pallas_kernels.specs import FLASH, PRO
 
 FORMS = ["reference", "tiled", "portable"]
@@ -154,6 +162,41 @@ def test_lowers_at_the_shapes_of_the_models(implementation, spec, capacity, lowe
         jax.ShapeDtypeStruct((), jnp.int32),
     )
     assert text.count("__gpu$xla.gpu.triton") >= 2
+
+
+@pytest.mark.parametrize("quantise", [False, True])
+@pytest.mark.parametrize("implementation", ["reference", "portable"])
+def test_queries_are_rotated_transformed_and_rounded(implementation, quantise):
+    rng = np.random.default_rng(3)
+    queries = jnp.asarray(rng.normal(size=(5, 64, 128)), jnp.bfloat16)
+    angle = rng.normal(size=(5, 32)) * 9
+    rope = tuple(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+    call = functools.partial(
+        prepare_queries, quantise=quantise, implementation=implementation, interpret=True
+    )
+    got = jax.jit(call)(queries, rope)
+    turned = rotary.apply_rope(queries, rope)
+    wanted = codecs.hadamard(turned)
+    wanted = codecs.fake_quant_fp4(wanted) if quantise else wanted
+    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(mix_channels(turned, quantise=quantise), wanted)
+    np.testing.assert_array_equal(call(queries[3:], tuple(x[3:] for x in rope)), got[3:])
+
+
+def test_preparation_names_what_it_refuses(lower_for_gpu):
+    queries = jnp.zeros((2, 64, 128), jnp.bfloat16)
+    rope = (jnp.zeros((2, 32), jnp.float32),) * 2
+    with pytest.raises(ValueError, match=r"cos has shape \(1, 32\).*expected 2 on axis 0"):
+        prepare_queries(queries, (rope[0][1:], rope[1]), quantise=True)
+    for wrong, text in (
+        (queries[:, :40], "40 index heads"),
+        (queries[..., :96], "96 channels"),
+        (queries.astype(jnp.float32), "float32"),
+    ):
+        with pytest.raises(NotImplementedError, match=text):
+            prepare_queries(wrong, rope, quantise=True, implementation="portable", interpret=True)
+    text = lower_for_gpu(functools.partial(prepare.prepare_queries, quantise=True), queries, rope)
+    assert "__gpu$xla.gpu.triton" in text
 
 
 def test_errors_name_the_argument():

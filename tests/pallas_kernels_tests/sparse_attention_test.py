@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attention_kernel
+from pallas_kernels import attention_kernel, rotary
 from pallas_kernels.sparse_attention import sparse_attention
 from pallas_kernels.specs import FLASH, PRO
 from pallas_kernels.window_attention import window_attention
@@ -140,6 +140,24 @@ def test_bits_do_not_depend_on_chunks_or_neighbours(implementation):
             np.testing.assert_array_equal(got, whole[start:stop])
 
 
+@pytest.mark.parametrize("implementation", ["tiled", "portable", "sm90"])
+def test_norm_and_rotation_are_those_of_separate_steps(implementation, distance):
+    position = 501
+    q, *rest = make(4, 3, 120, position, **NARROW)
+    angle = np.outer(position + np.arange(3), 100.0 ** (-np.arange(16) / 16))
+    rope = tuple(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+    options = {"window": NARROW["window"], "scale": 0.125, "norm_eps": 1e-3, "rope": rope}
+    call = functools.partial(sparse_attention, **options, interpret=True)
+    got = jax.jit(functools.partial(call, implementation=implementation))(q, *rest, position)
+    turned = rotary.apply_rope(rotary.head_norm(q, 1e-3), rope)
+    options |= {"norm_eps": None, "rope": None, "implementation": "reference"}
+    wanted = sparse_attention(turned, *rest, position, **options)
+    wanted = rotary.apply_rope(wanted, rope, inverse=True)
+    assert distance(got.astype(jnp.float32), wanted.astype(jnp.float32)) < 5e-3
+    with pytest.raises(ValueError, match=r"cos has shape \(2, 16\).*expected 3 on axis 0"):
+        call(q, *rest, position, rope=(rope[0][1:], rope[1]))
+
+
 @pytest.mark.parametrize("implementation", ["portable", "sm90"])
 @pytest.mark.parametrize("spec", [FLASH, PRO], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("tokens", [1, 8192])
@@ -147,15 +165,21 @@ def test_lowers_at_the_shapes_of_the_models(implementation, spec, tokens, lower_
     def struct(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    text = lower_for_gpu(
-        functools.partial(
-            attention_kernel.attend,
+    def call(cos, sin, *operands):
+        return attention_kernel.attend(
+            *operands,
             ratio=1,
             window=spec.window,
             scale=spec.head_dim**-0.5,
+            norm_eps=1e-6,
+            rope=(cos, sin),
             config=attention_kernel.CONFIGS[implementation],
             interpret=False,
-        ),
+        )
+
+    text = lower_for_gpu(
+        call,
+        *[struct(tokens, spec.rope_dim // 2, dtype=jnp.float32)] * 2,
         struct(tokens, spec.heads, spec.head_dim),
         struct(tokens + spec.window - 1, spec.head_dim),
         struct(262272, spec.head_dim),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attention_kernel
+from pallas_kernels import attention_kernel, rotary
 from pallas_kernels.specs import FLASH, PRO
 from pallas_kernels.window_attention import window_attention
 
@@ -32,7 +32,7 @@ def make(seed, tokens, capacity, *, heads, width, window, dtype=jnp.bfloat16):
     )
 
 
-@functools.partial(jax.jit, static_argnames=("ratio", "implementation", "interpret"))
+@functools.partial(jax.jit, static_argnames=("ratio", "norm_eps", "implementation", "interpret"))
 def jitted(q, window_kv, compressed, sink, position, **options):
     window = window_kv.shape[0] - q.shape[0] + 1
     scale = q.shape[2] ** -0.5
@@ -43,6 +43,12 @@ def jitted(q, window_kv, compressed, sink, position, **options):
 
 def attend(operands, position, *, ratio=4, **options):
     return np.asarray(jitted(*operands, position, ratio=ratio, **options), np.float32)
+
+
+def rope_of(position, tokens, pairs=32):
+    """cos and sin of every token."""
+    angle = np.outer(position + np.arange(tokens), 100.0 ** (-np.arange(pairs) / pairs))
+    return jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
 
 
 def by_definition(q, window_kv, compressed, sink, position, ratio, window):
@@ -111,6 +117,45 @@ def test_bfloat16_agrees_with_the_reference(
     assert distance(got, wanted) < 5e-3
 
 
+@pytest.mark.parametrize("implementation", ["tiled", "portable", "sm90"])
+@pytest.mark.parametrize("shape", [NARROW, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize(("norm_eps", "turned"), [(1e-3, True), (1e-3, False), (None, True)])
+def test_norm_and_rotation_are_those_of_separate_steps(
+    implementation, shape, norm_eps, turned, distance
+):
+    """Not rotated, channels have to be those of the call without a table: nothing is mixed up."""
+    tokens, position, pairs = 3, 501, 16 if shape is NARROW else 32
+    q, *rest = make(4, tokens, 130, **shape)
+    rope = rope_of(position, tokens, pairs) if turned else None
+    got = attend(
+        (q, *rest),
+        position,
+        norm_eps=norm_eps,
+        rope=rope,
+        implementation=implementation,
+        interpret=True,
+    )
+    if norm_eps is not None:
+        q = rotary.head_norm(q, norm_eps)
+    if turned:
+        q = rotary.apply_rope(q, rope)
+    wanted = jitted(*(q, *rest), position, ratio=4, implementation="reference")
+    if turned:
+        wanted = rotary.apply_rope(wanted, rope, inverse=True)
+    wanted = np.asarray(wanted, np.float32)
+    assert distance(got, wanted) < 5e-3
+    assert distance(got[..., -2 * pairs :], wanted[..., -2 * pairs :]) < 5e-3
+    if turned:  # a quarter turn more makes another result
+        other = attend((q, *rest), position, rope=rope[::-1], implementation="reference")
+        assert distance(other[..., -2 * pairs :], wanted[..., -2 * pairs :]) > 0.1
+
+
+def test_kernels_round_the_norm_step_by_step():
+    """Not jitted: XLA takes back roundings that are casts, which the kernels' compiler does not."""
+    x = jnp.asarray(np.random.default_rng(8).normal(size=(32, 512)) * 3, jnp.bfloat16)
+    np.testing.assert_array_equal(attention_kernel._head_norm(x, 1e-6), rotary.head_norm(x, 1e-6))
+
+
 @pytest.mark.parametrize("implementation", ["reference", "tiled", "portable", "sm90"])
 def test_rows_that_no_real_token_sees_may_hold_nan(implementation):
     tokens, real, position, window = 13, 10, 37, NARROW["window"]
@@ -158,6 +203,19 @@ def test_bits_do_not_depend_on_chunks_capacity_or_neighbours(implementation):
     )
 
 
+@pytest.mark.parametrize("implementation", ["tiled", "portable", "sm90"])
+def test_bits_of_rotated_tokens_do_not_depend_on_chunks(implementation):
+    total, position = 12, 3
+    q, window_kv, compressed, sink = make(9, total, 16, **NARROW)
+    rope, window = rope_of(position, total), NARROW["window"]
+    run = functools.partial(attend, norm_eps=1e-6, implementation=implementation, interpret=True)
+    whole = run((q, window_kv, compressed, sink), position, rope=rope)
+    for start, stop in ((0, 5), (5, 6), (6, 12)):
+        part = (q[start:stop], window_kv[start : stop + window - 1], compressed, sink)
+        got = run(part, position + start, rope=tuple(x[start:stop] for x in rope))
+        np.testing.assert_array_equal(got, whole[start:stop])
+
+
 @pytest.mark.parametrize("implementation", ["portable", "sm90"])
 @pytest.mark.parametrize("spec", [FLASH, PRO], ids=lambda spec: spec.name)
 @pytest.mark.parametrize(("ratio", "capacity"), [(0, 0), (128, 8256), (4, 2112)])
@@ -165,16 +223,22 @@ def test_lowers_at_the_shapes_of_the_models(implementation, spec, ratio, capacit
     def struct(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    tokens = 8192
-    text = lower_for_gpu(
-        functools.partial(
-            attention_kernel.attend,
+    def call(cos, sin, *operands):
+        return attention_kernel.attend(
+            *operands,
             ratio=ratio,
             window=spec.window,
             scale=spec.head_dim**-0.5,
+            norm_eps=1e-6,
+            rope=(cos, sin),
             config=attention_kernel.CONFIGS[implementation],
             interpret=False,
-        ),
+        )
+
+    tokens = 8192
+    text = lower_for_gpu(
+        call,
+        *[struct(tokens, spec.rope_dim // 2, dtype=jnp.float32)] * 2,
         struct(tokens, spec.heads, spec.head_dim),
         struct(tokens + spec.window - 1, spec.head_dim),
         struct(capacity, spec.head_dim) if capacity else None,
@@ -196,6 +260,11 @@ def test_errors_name_the_argument():
         call(q, window_kv, compressed, sink[1:], 0)
     with pytest.raises(ValueError, match=r"q has shape \(4, 64\), expected 3 axes"):
         call(q[:, 0], window_kv, compressed, sink, 0)
+    table = rope_of(0, 4)
+    with pytest.raises(ValueError, match=r"sin has shape \(4, 31\).*expected 32 on axis 1"):
+        call(q, window_kv, compressed, sink, 0, rope=(table[0], table[1][:, 1:]))
+    with pytest.raises(ValueError, match="cos has 33 channel pairs, expected at most 32"):
+        call(q, window_kv, compressed, sink, 0, rope=rope_of(0, 4, 33))
     with pytest.raises(ValueError, match="ratio is 0, expected an integer >= 1"):
         window_attention(q, window_kv, compressed, sink, 0, ratio=0, window=40, scale=0.1)
     with pytest.raises(ValueError, match="implementation is 'fast', expected None or one of"):
@@ -217,8 +286,12 @@ def test_errors_name_the_argument():
 @pytest.mark.parametrize("implementation", ["portable", "sm90"])
 def test_on_the_gpu(implementation, distance):
     operands = make(1, 200, 600, **WIDE)
-    got = attend(operands, 2100, implementation=implementation)
-    assert distance(got, attend(operands, 2100, implementation="reference")) < 5e-3
+    heads = {"norm_eps": 1e-6, "rope": rope_of(2100, 200)}
+    got = attend(operands, 2100, **heads, implementation=implementation)
+    assert distance(got, attend(operands, 2100, **heads, implementation="reference")) < 5e-3
     q, window_kv, compressed, sink = operands
     part = (q[77:110], window_kv[77 : 110 + 127], compressed, sink)
-    np.testing.assert_array_equal(attend(part, 2177, implementation=implementation), got[77:110])
+    heads["rope"] = tuple(x[77:110] for x in heads["rope"])
+    np.testing.assert_array_equal(
+        attend(part, 2177, **heads, implementation=implementation), got[77:110]
+    )
