@@ -940,6 +940,8 @@ def _require_peers(
     devices: Sequence[jax.Device],
 ) -> None:
     """Raises ConfigError or PlanError when the neighbours of `config.peer` cannot serve."""
+    for plan in plans:
+        peers.require_halves(plan.experts.peer, plan.experts.residency, config.prefill.chunk_tokens)
     prices = [
         (
             peers.price(

@@ -23,7 +23,7 @@ from ds4jax.checkpoint.safetensors import SafetensorsSource
 from ds4jax.checkpoint.source import CheckpointError, TensorSource
 from ds4jax.config import ModelConfig
 from ds4jax.moe import LayerSlabs
-from ds4jax.owners import ColdOwner
+from ds4jax.owners import ColdOwner, ParallelOwners
 from pallas_kernels.routed_experts import ExpertSlab
 from sharding.cost import PlanError
 from streaming import streamer as streamers
@@ -240,18 +240,27 @@ class ExpertPool:
             for layer, chosen in enumerate(plan.residency.resident)
         ]
         self.peer = peers.find(plan.peer.device, device) if plan.peer is not None else None
-        self.cold: ColdOwner | None = None
+        self.cold: ColdOwner | ParallelOwners | None = None
         if self.peer is not None and any(plan.residency.elsewhere):
-            slabs = [
-                self._load_resident(source, layer, chosen, self.peer)
-                for layer, chosen in enumerate(plan.residency.elsewhere)
-            ]
-            self.cold = ColdOwner([slab for slab in slabs if slab], self.peer, device)
+            self.cold = self._load_cold(source, self.peer)
         self.streamer: streaming.Streamer | streaming.Tiers | None = None
         self.stores: list[streaming.HostStore | streaming.PeerStore] = []
         self.pinner: streaming.Pinner | None = None
         if plan.streams:
             self._open_streamers(source, numa)
+
+    def _load_cold(self, source: TensorSource, peer: jax.Device) -> ColdOwner | ParallelOwners:
+        """The neighbour's share; with collectives the residents become a part of it."""
+        slabs = [
+            self._load_resident(source, layer, chosen, peer)
+            for layer, chosen in enumerate(self.plan.residency.elsewhere)
+        ]
+        colds = [slab for slab in slabs if slab]
+        if self.plan.peer is None or not self.plan.peer.collective:
+            return ColdOwner(colds, peer, self.device)
+        hots = [slab for slab in self.resident if slab]
+        self.resident = [None] * len(self.layers)
+        return ParallelOwners([hots, colds], [self.device, peer])
 
     def _load_resident(
         self, source: TensorSource, layer: int, chosen: Sequence[int], device: jax.Device

@@ -12,15 +12,19 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import streaming
 from ds4jax.moe import LayerSlabs, Routing
+from ds4jax.runner import Runner, program
+from pallas_kernels import routed_experts
+from sharding import expert_parallel
 
 # Includes compiling the programs of the first layer.
 TIMEOUT_S = 600.0
 
-# (routing on an owner's device, its experts) -> slots [T, k, D] there, see `Runner.experts`.
-Experts = Callable[[Routing, LayerSlabs], jax.Array]
+_AXIS = "owners"
 
 
 class ColdOwner:
@@ -45,7 +49,7 @@ class ColdOwner:
 
     def complete(
         self,
-        experts: Experts,
+        runner: Runner,
         layer: int,
         routings: Sequence[Routing],
         hot: Callable[[], list[jax.Array | None]],
@@ -66,7 +70,9 @@ class ColdOwner:
                 ]
                 ready.signal()
                 return [
-                    jax.device_put(experts(self._bare(*parts), self._slabs[layer]), self.home)
+                    jax.device_put(
+                        runner.experts(self._bare(*parts), self._slabs[layer]), self.home
+                    )
                     for parts in moved
                 ]
 
@@ -94,3 +100,79 @@ def _merge(hot: jax.Array, cold: jax.Array, ids: jax.Array, where: jax.Array) ->
     """Slots [T, k, D]: of the cold owner where it has the expert, else of the hot one."""
     is_cold = (ids >= 0) & (where[jnp.maximum(ids, 0)] >= 0)
     return jnp.where(is_cold[..., None], cold, hot)
+
+
+class ParallelOwners:
+    """The experts of every layer in equal parts over devices that compute in one program.
+
+    slabs    of each device: the experts of each layer and where they are, on that device
+    devices  the first one is that of the stage
+    Activations are exchanged by collectives, see `sharding.expert_parallel`.
+    """
+
+    def __init__(self, slabs: Sequence[Sequence[LayerSlabs]], devices: Sequence[jax.Device]):
+        self.home = devices[0]
+        self._mesh = Mesh(np.asarray(devices), (_AXIS,))
+        self._rows = NamedSharding(self._mesh, P(_AXIS))
+        self._parameters, self._owner_of = [], []
+        for parts in zip(*slabs, strict=True):
+            owner_of = np.full(parts[0][1].shape, -1, np.int32)
+            for owner, (_, where) in enumerate(parts):
+                owner_of[np.asarray(where) >= 0] = owner
+            self._owner_of.append(jax.device_put(owner_of, NamedSharding(self._mesh, P())))
+            self._parameters.append(jax.tree.map(self._spread, *parts))
+
+    def complete(
+        self,
+        runner: Runner,
+        layer: int,
+        routings: Sequence[Routing],
+        hot: Callable[[], list[jax.Array | None]],
+    ) -> list[jax.Array | None]:
+        """As `ColdOwner.complete`; there is no share beside this one, so `hot` is not called."""
+        slots: list[jax.Array | None] = []
+        for routing in routings:
+            inputs = (routing.inputs, routing.ids, routing.weights)
+            spread = _exchange(
+                self._parameters[layer],
+                *jax.device_put(inputs, self._rows),
+                self._owner_of[layer],
+                self._mesh,
+                runner.config.swiglu_limit,
+                runner.numerics.q1,
+            )
+            slots.append(jax.device_put(spread, self.home))
+        return slots
+
+    def close(self) -> None:
+        """Lets go of the experts."""
+        self._parameters, self._owner_of = [], []
+
+    def _spread(self, *leaves: jax.Array) -> jax.Array:
+        """One array [devices, ...] of which every device has its own entry."""
+        shape = (len(leaves), *leaves[0].shape)
+        parts = [leaf.reshape(1, *leaf.shape) for leaf in leaves]
+        return jax.make_array_from_single_device_arrays(shape, self._rows, parts)
+
+
+@functools.partial(program, static_argnames=("mesh", "limit", "quantize_input"))
+def _exchange(
+    parameters: LayerSlabs,
+    inputs: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    owner_of: jax.Array,
+    mesh: Mesh,
+    limit: float,
+    quantize_input: bool,
+) -> jax.Array:
+    """Slots [T, k, D], tokens spread over the owners."""
+
+    def experts(own: LayerSlabs, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        return routed_experts.expert_slots(
+            x, ids, weights, *own, limit=limit, quantize_input=quantize_input
+        )
+
+    return expert_parallel.exchange_slots(
+        experts, parameters, inputs, ids, weights, owner_of, mesh=mesh, axis=_AXIS
+    )

@@ -187,7 +187,7 @@ def _visit(
             (slots,) = (
                 through_parts()
                 if cold is None
-                else cold.complete(runner.experts, layer, [routing], through_parts)
+                else cold.complete(runner, layer, [routing], through_parts)
             )
             assert slots is not None  # every expert has an owner
             streams = runner.finish(place, streams, routing, slots)
@@ -242,7 +242,7 @@ def _visit(
             through_waves()
             return [held.take(index) if held.holds(index) else None for index in range(len(works))]
 
-        for index, slots in enumerate(cold.complete(runner.experts, layer, routings.trees, hot)):
+        for index, slots in enumerate(cold.complete(runner, layer, routings.trees, hot)):
             assert slots is not None  # every expert has an owner
             held.put(index, slots)
             del slots

@@ -22,15 +22,18 @@ Items = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class PeerShares:
-    """Streamed experts of each layer that do not come over the stage's own host link.
+    """What a neighbour brings to a stage, beside the experts that it computes.
 
-    device   the neighbour: its index among JAX's local devices, or "cpu"
-    held     in its memory; relayed: from host memory over its host link
+    device      its index among JAX's local devices, or "cpu"
+    held        streamed experts of each layer in its memory; relayed: those from host memory that
+                come over its host link
+    collective  whether both devices compute in one program
     """
 
     device: str
     held: Items
     relayed: Items
+    collective: bool = False
 
     @property
     def held_experts(self) -> int:
@@ -54,7 +57,7 @@ def divide(config: PeerConfig, device: str | None, streamed: Items) -> PeerShare
         begin = middle - _share(config.relay_fraction, end)
         held.append(items[middle:])
         relayed.append(items[begin:middle])
-    return PeerShares(device, tuple(held), tuple(relayed))
+    return PeerShares(device, tuple(held), tuple(relayed), config.exchange == "collective")
 
 
 def paths(streamed: Items, tier: str, shares: PeerShares | None) -> dict[str, Items]:
@@ -135,6 +138,23 @@ def price(
         resident_bytes=(cold + shares.held_experts) * item_bytes,
         slab_bytes=live_bound(window) * relayed * item_bytes,
     )
+
+
+def require_halves(
+    shares: PeerShares | None, residency: streaming.Residency, chunk_tokens: int
+) -> None:
+    """Raises ConfigError unless a collective exchange has two equal parts to work on."""
+    if shares is None or not shares.collective:
+        return
+    here = {len(items) for items in residency.resident}
+    there = {len(items) for items in residency.elsewhere}
+    if any(residency.streamed) or here != there or chunk_tokens % 2:
+        raise ConfigError(
+            f"config.peer.exchange is 'collective' with {sorted(here)} experts of a layer here, "
+            f"{sorted(there) or 0} on the neighbour, {sum(map(len, residency.streamed))} streamed "
+            f"and chunks of {chunk_tokens} tokens: expected two halves "
+            "(config.peer.compute_fraction=0.5), none streamed, and an even number of tokens"
+        )
 
 
 def require_room(

@@ -16,6 +16,7 @@ from typing import Any
 from ds4jax.config import PRESETS, SIMULATIONS, ConfigError, Numerics
 
 LOGITS_MODES = ("last", "all", "none", "logprobs")
+EXCHANGES = ("copy", "collective")
 PROMPT_FORMS = ("text", "chat", "thinking")
 ORDERS = ("auto", "chunk_major", "layer_major")
 STREAM_MODES = ("auto", "whole", "routed")
@@ -375,6 +376,13 @@ class PeerConfig(_Section):
         "Share of the experts of every layer that the neighbour keeps and computes.",
         minimum=0,
         maximum=1,
+    )
+    exchange: str = _key(
+        "copy",
+        "How activations reach the neighbour's share: copy = from device to device, beside the "
+        "stage's own share; collective = both devices in one program, each with half of the "
+        "experts of every layer and none of them streamed.",
+        choices=EXCHANGES,
     )
     memory_fraction: float = _key(
         0.0,

@@ -28,27 +28,27 @@ from pallas_kernels import routed_experts
 # and keep the fastest of that day. Without timing its own Triton products have no good default, so
 # products go to the vendor library, which chooses by shape.
 _SAME_BITS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-_program = functools.partial(jax.jit, compiler_options=_SAME_BITS)
+program = functools.partial(jax.jit, compiler_options=_SAME_BITS)
 
 
-@functools.partial(_program, static_argnames=("streams", "numerics"))
+@functools.partial(program, static_argnames=("streams", "numerics"))
 def _embed(table: jax.Array, tokens: jax.Array, streams: int, numerics: Numerics) -> jax.Array:
     return embed_tokens(table, tokens, streams, numerics)
 
 
-@functools.partial(_program, static_argnames="numerics", donate_argnames=("streams", "state"))
+@functools.partial(program, static_argnames="numerics", donate_argnames=("streams", "state"))
 def _attend(
     block: Block, streams: jax.Array, state: LayerState, chunk: Chunk, numerics: Numerics
 ) -> tuple[jax.Array, LayerState]:
     return block.attend(streams, state, chunk, numerics)
 
 
-@functools.partial(_program, static_argnames="numerics")
+@functools.partial(program, static_argnames="numerics")
 def _route(block: Block, streams: jax.Array, chunk: Chunk, numerics: Numerics) -> Routing:
     return block.route(streams, chunk, numerics)
 
 
-@functools.partial(_program, static_argnames=("limit", "quantize_input"), donate_argnames="slots")
+@functools.partial(program, static_argnames=("limit", "quantize_input"), donate_argnames="slots")
 def _experts(
     routing: Routing,
     slabs: tuple[routed_experts.ExpertSlab, ...],
@@ -69,14 +69,14 @@ def _experts(
     )
 
 
-@functools.partial(_program, static_argnames="numerics", donate_argnames="streams")
+@functools.partial(program, static_argnames="numerics", donate_argnames="streams")
 def _finish(
     block: Block, streams: jax.Array, routing: Routing, slots: jax.Array, numerics: Numerics
 ) -> jax.Array:
     return block.finish(streams, routing, slots, numerics)
 
 
-@_program
+@program
 def _tick(array: jax.Array) -> jax.Array:
     return array[(0,) * array.ndim]
 
@@ -85,17 +85,17 @@ def _rows_from(streams: jax.Array, start: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(streams, start, min(HEAD_ROWS, streams.shape[0]))
 
 
-@_program
+@program
 def _logits(head: Transformer, streams: jax.Array, start: jax.Array) -> jax.Array:
     return head.logits(_rows_from(streams, start))
 
 
-@_program
+@program
 def _row(tile: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(tile, index, 1)
 
 
-@functools.partial(_program, static_argnames="top")
+@functools.partial(program, static_argnames="top")
 def _logprobs(
     head: Transformer, streams: jax.Array, start: jax.Array, following: jax.Array, top: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -194,7 +194,7 @@ def test_off_switch_is_no_device():
 
 
 def test_shares_are_cut_from_the_end_and_budgets_add_up():
-    config = PeerConfig("1", 0.29, 0.29, 0.5)
+    config = PeerConfig("1", compute_fraction=0.29, memory_fraction=0.29, relay_fraction=0.5)
     assert peers.cold_experts(config, 100) == 29
     streamed = (tuple(range(100)), tuple(range(10)))
     shares = peers.divide(config, "1", streamed)
@@ -219,9 +219,52 @@ def test_shares_are_cut_from_the_end_and_budgets_add_up():
 def test_price_of_a_neighbour():
     model, numerics = CONFIG, RunConfig().numerics.resolve()
     residency = streaming.even(LAYERS, EXPERTS, 0, elsewhere=4)
-    shares = peers.divide(PeerConfig("1", 0.5, 0.5, 0.25), "1", residency.streamed)
+    shares = peers.divide(
+        PeerConfig("1", memory_fraction=0.5, relay_fraction=0.25), "1", residency.streamed
+    )
     price = peers.price(model, numerics, CHUNK, residency, shares, ITEM, 1)
     left = EXPERTS - 4
     assert price.resident_bytes == LAYERS * (4 + left // 2) * ITEM
     assert price.slab_bytes == live_bound(1) * (left // 4) * ITEM
     assert price.workspace_bytes == admission.workspace_bytes(model, numerics, CHUNK)
+
+
+@pytest.mark.parametrize("order", ["chunk_major", "layer_major"])
+def test_experts_divided_over_the_devices_of_a_stage_give_the_bits_of_one(order, reference):
+    """Activations are exchanged by collectives; slots are combined in their order."""
+    with load(
+        peer__devices="3",
+        peer__compute_fraction=0.5,
+        peer__exchange="collective",
+        streaming__order=order,
+    ) as engine:
+        pool = engine._stages[0].pool
+        assert pool.resident == [None] * LAYERS
+        for array in jax.tree.leaves(pool.cold._parameters):
+            assert [shard.device.id for shard in array.addressable_shards] == [0, 3]
+        assert sha(engine.prefill(IDS)) == reference
+        assert sha(engine.prefill(IDS)) == reference
+
+
+def test_collectives_of_two_stages_at_once(reference):
+    with load(
+        pipeline__split="2,3",
+        pipeline__devices="0,1",
+        peer__devices="2,3",
+        peer__compute_fraction=0.5,
+        peer__exchange="collective",
+    ) as engine:
+        assert sha(engine.prefill(IDS)) == reference
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"peer.compute_fraction": 0.25}, r"\[12\] experts of a layer here, \[4\] on the neigh"),
+        ({"peer.compute_fraction": 0.5, "prefill.chunk_tokens": 47}, "chunks of 47 tokens"),
+        ({"peer.compute_fraction": 0.5, "streaming.resident_fraction": 0.25}, "20 streamed"),
+    ],
+)
+def test_collectives_need_two_halves(values, message):
+    with pytest.raises(ConfigError, match=message):
+        load(**{"peer.devices": "1", "peer.exchange": "collective"} | values)
