@@ -787,17 +787,27 @@ class _Pipelined:
     def _run(
         self, stage: Stage, number: int, chunk: int, streams: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        if number >= self._cut:
-            return ()
-        pieces = self._pieces[number]
-        batch = stage.prepare(pieces, streams or None)
-        self._reports[number].append(stage.run(batch, pieces))
-        return batch.streams
+        hosts = self.engine._hosts
+        if number < self._cut:
+            pieces = self._pieces[number]
+            batch = stage.prepare(pieces, streams or None)
+            self._reports[number].append(stage.run(batch, pieces))
+            streams = batch.streams
+        if hosts is not None and hosts.queued and stage is self.engine._stages[-1]:
+            # Here, so that programs of the next micro-batch queue up behind the hand-off.
+            self._leave(hosts, number, streams)
+        return streams
+
+    def _leave(self, hosts: Hosts, number: int, streams: tuple[jax.Array, ...]) -> None:
+        """Hands a micro-batch, or word of a stop, to the next process."""
+        stopped = number >= self._cut
+        hosts.send(None if stopped else Handed(streams, tuple(self._reports[number])))
 
     def _sink(self, number: int, chunk: int, streams: tuple[jax.Array, ...]) -> None:
         hosts, stopped = self.engine._hosts, number >= self._cut
         if hosts is not None and not hosts.last:
-            hosts.send(None if stopped else Handed(streams, tuple(self._reports[number])))
+            if not hosts.queued:
+                self._leave(hosts, number, streams)
             for piece in () if stopped else self.batches[number]:
                 self.readings[piece.job.index].read += piece.length
             return

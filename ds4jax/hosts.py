@@ -57,11 +57,15 @@ class Handed:
 
 
 class Hosts:
-    """The processes of a run, seen from one of them; made by `joined`."""
+    """The processes of a run, seen from one of them; made by `joined`.
+
+    queued  whether micro-batches leave this process by programs in the queue of its device
+    """
 
     def __init__(self, worker: launcher.Worker):
         self._worker = worker
         self.rank, self.world = worker.rank, worker.world
+        self.queued = False
         self._requests = self._received = self._sent = 0
         self._receiver: handoff.Receiver | None = None
         self._sender: handoff.Sender | None = None
@@ -177,6 +181,7 @@ class Hosts:
         kind, shared = options.handoff, None
         if kind == "auto":  # Gloo writes to stdout, which is for results
             kind = "transfer" if devices[own.start].platform == "cpu" else "permute"
+        self.queued = kind in ("permute", "device_put") and not self.last
         if kind == "transfer":
             shared = handoff.TransferPayload(devices[own.start], self._worker.host)
 

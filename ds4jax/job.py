@@ -99,9 +99,9 @@ def run_job(job: PrefillJob, stream: IO[str], hosts: Hosts | None = None) -> dic
         interrupted = reports[-1].interrupted or len(reports) < len(prompts)
         if interrupted and not job.config.prefill.save_state:
             read = sum(part.tokens_read for part in reports)
+            kept = " (config.prefill.save_state keeps the state of a stopped run)"
             raise KeyboardInterrupt(
-                f"after {read} tokens; nothing was written (config.prefill.save_state keeps the "
-                "state of a stopped run)"
+                f"after {read} tokens; nothing was written{'' if hosts is not None else kept}"
             )
         result = run_record(job, engine, prompts, reports, writers.complete(), interrupted)
         _write_accounts(folder, engine, reports, result)

@@ -513,6 +513,7 @@ def _killed(bench: Bench, tokens: Path, out_dir: Path) -> dict[str, Any]:
     """Kills a worker when the first chunk is read; how the launcher takes it, and how fast."""
     launcher = _launch(bench, tokens, out_dir)
     lines: list[str] = []
+    workers: list[int] = []  # each leads a session of its own
     victim, killed_s = None, None
     timer = threading.Timer(LAUNCH_LIMIT_S, _stop, [launcher])
     timer.start()
@@ -531,7 +532,8 @@ def _killed(bench: Bench, tokens: Path, out_dir: Path) -> dict[str, Any]:
         timer.cancel()
         if launcher.poll() is None:
             _stop(launcher)
-    left = [pid for pid in _session(launcher.pid) if pid != launcher.pid]
+    leaders = (launcher.pid, *workers)
+    left = [pid for leader in leaders for pid in _session(leader) if pid != launcher.pid]
     return {
         "victim": victim,
         "exit_code": code,
