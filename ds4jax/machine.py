@@ -183,9 +183,13 @@ def _from_record(
     )
     if "layers" in record:
         table = costs.LayerTable(record["layers"])
-        first = record["devices"][0]["matmul_flops_per_s"].get("bfloat16", rows.flops_per_s)
         # Layers were timed on the first device; rates are those of the fastest one.
-        rates = _scaled(table.rates, rows.flops_per_s / first)
+        first = record["devices"][0]
+        if first["id"] in ids:
+            factor = 1000 / rows.devices[list(ids).index(first["id"])].speed_permille
+        else:
+            factor = rows.flops_per_s / first["matmul_flops_per_s"]["bfloat16"]
+        rates = _scaled(table.rates, factor)
     else:
         table = costs.measured_h200()
         notes.append("no layer was timed: shares of the floor are those of an H200")
