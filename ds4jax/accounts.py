@@ -13,6 +13,7 @@ import numpy as np
 
 import streaming
 from ds4jax import admission, events
+from ds4jax.experts import ExpertPlan
 from ds4jax.passes import PassReport
 from ds4jax.plan import Plan, RunPlan
 from ds4jax.rows import Prompts
@@ -80,6 +81,7 @@ def plan_record(plans: Sequence[Plan], devices: Sequence[str]) -> list[dict[str,
             "window_slabs": plan.experts.resolved_window if plan.experts.streams else None,
             "slab_budget_bytes": plan.experts.slab_bytes,
             "host_store_bytes": plan.store_bytes,
+            "peer": _peer_record(plan.experts),
             "activations": plan.activations,
             "host_activation_bytes": plan.host_activation_bytes,
             "locking_device_bytes": admission.locking_bytes(
@@ -92,6 +94,20 @@ def plan_record(plans: Sequence[Plan], devices: Sequence[str]) -> list[dict[str,
         }
         for plan, device in zip(plans, devices, strict=True)
     ]
+
+
+def _peer_record(experts: ExpertPlan) -> dict[str, Any] | None:
+    """What a neighbour device does for a stage; None without one."""
+    shares = experts.peer
+    if shares is None:
+        return None
+    return {
+        "device": shares.device,
+        "exchange": "collective" if shares.collective else "copy",
+        "computed_experts_per_layer": [len(items) for items in experts.residency.elsewhere],
+        "held_experts_per_layer": [len(items) for items in shares.held],
+        "relayed_experts_per_layer": [len(items) for items in shares.relayed],
+    }
 
 
 def streaming_record(

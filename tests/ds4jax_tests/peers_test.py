@@ -10,7 +10,7 @@ import pytest
 
 import ds4jax
 import streaming
-from ds4jax import admission, peers, testing
+from ds4jax import accounts, admission, peers, testing
 from ds4jax import engine as engines
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError
@@ -133,6 +133,16 @@ def test_everything_at_once_over_two_stages(reference):
     ) as engine:
         result = engine.prefill(IDS)
         assert sha(result) == reference
+        first, second = accounts.plan_record(engine.plans, ["a", "b"])
+        quarter, eighth = EXPERTS // 4, EXPERTS // 8
+        assert first["peer"] == {
+            "device": "2",
+            "exchange": "copy",
+            "computed_experts_per_layer": [quarter] * 2,
+            "held_experts_per_layer": [eighth] * 2,
+            "relayed_experts_per_layer": [eighth] * 2,
+        }
+        assert second["peer"]["device"] == "0"
         for report in result.report.passes:
             for ledger, layers in zip(report.ledgers, (2, 3), strict=True):
                 quarter = layers * EXPERTS // 8 * ITEM
