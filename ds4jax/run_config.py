@@ -331,6 +331,11 @@ class PipelineConfig(_Section):
         """The layers of each stage; raises ConfigError unless they are a split of `layers`."""
         if self.split is None:
             return [range(layers)]
+        if self.automatic:
+            raise ConfigError(
+                "config.pipeline.split is auto, a run of several processes needs one by hand: take "
+                "that of python -m ds4jax.cli.plan --config.pipeline.split=auto"
+            )
         sizes = _integers("config.pipeline.split", self.split)
         if min(sizes) < 1 or sum(sizes) != layers:
             raise ConfigError(

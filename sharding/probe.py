@@ -30,6 +30,8 @@ SIZES = (MIB, 4 * MIB, 13_369_344, 64 * MIB, 256 * MIB, 1024 * MIB)
 
 # Page-locks an array while the context lasts.
 Register = Callable[[np.ndarray], contextlib.AbstractContextManager[Any]]
+# Copies an array on a device into (page-locked) host memory of its size; returns when it is there.
+Download = Callable[[jax.Array, np.ndarray], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +133,13 @@ class Probe:
         """Ladder of uploads from `buffer` (uint8)."""
         return self.copies(lambda nbytes: jax.device_put(buffer[:nbytes], device))
 
-    def device_to_host(self, device: jax.Device) -> list[dict[str, int]]:
-        """Ladder of downloads; JAX copies to memory of its own."""
+    def device_to_host(
+        self,
+        device: jax.Device,
+        buffer: np.ndarray | None = None,
+        download: Download = lambda array, buffer: None,
+    ) -> list[dict[str, int]]:
+        """Ladder of downloads by `download` into `buffer`; without it to memory of JAX's own."""
         ladder = []
         for nbytes in self.settings.sizes:
             times = []
@@ -140,7 +147,10 @@ class Probe:
             for _ in range(self.settings.repeats + 1):
                 fresh = jax.block_until_ready(jnp.copy(source))  # an array caches its host value
                 start = self.clock()
-                np.asarray(fresh)
+                if buffer is None:
+                    np.asarray(fresh)
+                else:
+                    download(fresh, buffer[:nbytes])
                 times.append(max(self.clock() - start, 1e-9))
             ladder.append(
                 {
@@ -300,6 +310,7 @@ def probe(
     *,
     settings: Settings | None = None,
     register: Register | None = None,
+    download: Download | None = None,
     pci_addresses: Sequence[str] | None = None,
     disk_folder: str | None = None,
     numa_root: str | os.PathLike[str] = "/sys",
@@ -311,6 +322,7 @@ def probe(
     devices        JAX devices, local ones by default.
     register       page-locks an array while its context lasts; without it nothing is measured from
                    registered memory.
+    download       copies into registered memory; without it no such downloads are measured.
     pci_addresses  of the devices, to find their memory nodes.
     disk_folder    where a file is written, read and removed; None: no disk is measured.
     say            called with a line before each part.
@@ -343,7 +355,7 @@ def probe(
         for what in ("host to device", "device to host", "overlap of upload and compute"):
             run.skip(what, "the devices are CPUs: their memory is host memory, nothing is copied")
     else:
-        _probe_host_links(run, result, devices, buffer, register, say)
+        _probe_host_links(run, result, devices, buffer, register, download, say)
     _probe_links(run, result, devices, say)
     if disk_folder is None:
         run.skip("disk", "no folder was given")
@@ -408,6 +420,7 @@ def _probe_host_links(
     devices: Sequence[jax.Device],
     buffer: np.ndarray,
     register: Register | None,
+    download: Download | None,
     say: Callable[[str], None],
 ) -> None:
     nbytes = run.settings.sizes[-1]
@@ -434,7 +447,14 @@ def _probe_host_links(
     for row, device in zip(result["devices"], devices, strict=True):
         with run.attempt(f"downloads from device {device.id}"):
             row["device_to_host"] = {"pageable": run.device_to_host(device)}
-    run.skip("downloads to registered memory", "JAX downloads to memory of its own")
+    if register is None or download is None:
+        run.skip("downloads to registered memory", "JAX downloads to memory of its own")
+        return
+    for row, device in zip(result["devices"], devices, strict=True):
+        with run.attempt(f"downloads to registered memory from device {device.id}"):
+            with register(buffer):
+                ladder = run.device_to_host(device, buffer, download)
+            row["device_to_host"]["registered"] = ladder
 
 
 def _probe_links(

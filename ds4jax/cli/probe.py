@@ -64,10 +64,8 @@ def _probe(argv: Sequence[str]) -> int:
     given: Mapping[str, Any] = values.flag_values_dict()
     tokens = common.whole_numbers("layer_tokens", given["layer_tokens"])
     positions = common.whole_numbers("layer_positions", given["layer_positions"], least=0)
-    register, addresses = _cuda()
-    measured = probe.probe(
-        register=register, pci_addresses=addresses, disk_folder=disk, say=common.say
-    )
+    cuda = _cuda()
+    measured = probe.probe(**cuda, disk_folder=disk, say=common.say)
     if config is not None:
         measured["layers"] = _layers(config, measured["devices"][0], tokens, positions)
     report.write_json(out, measured)
@@ -106,16 +104,16 @@ def _layers(
     return record
 
 
-def _cuda() -> tuple[probe.Register | None, list[str] | None]:
-    """How to page-lock memory, and the PCI addresses of JAX's devices; None without CUDA."""
+def _cuda() -> dict[str, Any]:
+    """How to page-lock memory and to copy into it, and PCI addresses; nothing without CUDA."""
     devices = jax.local_devices()
     if devices[0].platform not in ("gpu", "cuda"):
-        return None, None
+        return {}
     try:
         drivers = [CudaDriver(device.local_hardware_id) for device in devices]
     except PinError as error:
         common.say(f"no registered memory: {error}")
-        return None, None
+        return {}
 
     @contextlib.contextmanager
     def register(array: np.ndarray) -> Generator[None]:
@@ -125,7 +123,15 @@ def _cuda() -> tuple[probe.Register | None, list[str] | None]:
         finally:
             drivers[0].unregister(array.ctypes.data)
 
-    return register, [driver.pci_address() for driver in drivers]
+    by_id = {device.id: driver for device, driver in zip(devices, drivers, strict=True)}
+
+    def download(array: jax.Array, buffer: np.ndarray) -> None:
+        (device,) = array.devices()
+        source = array.unsafe_buffer_pointer()
+        by_id[device.id].read(buffer.ctypes.data, source, buffer.nbytes)
+
+    addresses = [driver.pci_address() for driver in drivers]
+    return {"register": register, "download": download, "pci_addresses": addresses}
 
 
 if __name__ == "__main__":

@@ -125,13 +125,32 @@ class PartsTest(parameterized.TestCase):
         result = {"devices": [{}, {}]}
         buffer = probe._host_buffer(TINY)
         probe._probe_host_links(
-            self.run_, result, jax.devices()[:2], buffer, register, lambda text: None
+            self.run_, result, jax.devices()[:2], buffer, register, None, lambda text: None
         )
         self.assertEqual(log, [("lock", 0, 65536), ("unlock",)])
         for row in result["devices"]:
             self.assertSameElements(row["host_to_device"], ["pageable", "registered"])
             self.assertSameElements(row["overlap"], ["pageable", "registered"])
         self.assertEqual(result["host_to_all_devices"]["registered"]["copies"], 2)
+
+    def test_downloads_go_into_registered_memory_where_there_is_a_way(self):
+        copied = []
+
+        def download(array, buffer):
+            copied.append((array.nbytes, buffer.nbytes))
+            np.copyto(buffer, np.asarray(array))
+
+        result = {"devices": [{}]}
+        buffer = probe._host_buffer(TINY)
+        buffer[:] = 7
+        probe._probe_host_links(
+            self.run_, result, [self.device], buffer, contextlib.nullcontext, download, print
+        )
+        rows = result["devices"][0]["device_to_host"]
+        self.assertEqual([row["bytes"] for row in rows["registered"]], list(TINY.sizes))
+        self.assertSameElements(copied, [(nbytes, nbytes) for nbytes in TINY.sizes])
+        self.assertFalse(buffer.any())
+        self.assertEqual(self.run_.missing, [])
 
     def test_memory_that_cannot_be_locked_is_noted(self):
         @contextlib.contextmanager
@@ -142,7 +161,7 @@ class PartsTest(parameterized.TestCase):
         result = {"devices": [{}]}
         buffer = probe._host_buffer(TINY)
         probe._probe_host_links(
-            self.run_, result, [self.device], buffer, register, lambda text: None
+            self.run_, result, [self.device], buffer, register, None, lambda text: None
         )
         self.assertIn(
             {"what": "host links, registered memory", "why": "RuntimeError: no driver"},
