@@ -433,9 +433,13 @@ class Engine:
                 run.drive(begin)
                 yield from self._finished(readings, everything=True)
                 return
-            for slices in batches:
+            following = next(batches, None)
+            while (slices := following) is not None:
+                following = next(batches, None)
                 begin(slices)
-                stop_state = self._read_batch(slices, readings, mode, on_event, stopped, paused)
+                stop_state = self._read_batch(
+                    slices, following, readings, mode, on_event, stopped, paused
+                )
                 paused = None
                 yield from self._finished(readings, everything=stopped(), paused=stop_state)
                 if stopped():
@@ -443,6 +447,7 @@ class Engine:
         finally:
             for stage in self._stages:
                 stage.states.clear()
+                stage.abandon()
 
     def _finished(
         self,
@@ -496,6 +501,7 @@ class Engine:
     def _read_batch(
         self,
         slices: Sequence[_Slice],
+        following: Sequence[_Slice] | None,
         readings: Mapping[int, _Reading],
         mode: str,
         on_event: events.Observer,
@@ -504,6 +510,7 @@ class Engine:
     ) -> dict[int, PausedPass]:
         """Takes a micro-batch through the only stage and delivers its outputs.
 
+        following  the micro-batch after it, whose first slabs come while outputs are made
         Returns what is needed to go on with each sequence when it was stopped between layers.
         """
         (stage,) = self._stages
@@ -529,6 +536,8 @@ class Engine:
             paused=stopped if len(slices) > 1 else lambda: False,
         )
         if batch.layer == layers:
+            if following is not None and not stopped():
+                stage.prefetch([piece.ids for piece in following])
             streams = batch.streams
             wall = time.perf_counter() - began
             self._deliver_batch(slices, streams, readings, mode, on_event, report, wall, compiled)

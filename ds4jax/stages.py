@@ -53,7 +53,9 @@ class Stage:
         self.options = options
         self.states: dict[int, list[LayerState]] = {}
         self._tables = runner.expert_tables()
-        self._begun: list[streaming.Step] | None = None  # what `prefetch` has started
+        # What `prefetch` has started, and for which tokens.
+        self._begun: list[streaming.Step] | None = None
+        self._begun_tokens: list[np.ndarray] = []
         self._notes = streaming.Notes(
             runner.config.n_routed_experts, by_callback=options.notes == "callback"
         )
@@ -101,12 +103,13 @@ class Stage:
         return passes.Pass(works, shelf, [self.states[sequence] for sequence in sequences], layer)
 
     def prefetch(self, tokens: Sequence[np.ndarray]) -> None:
-        """Starts to stream for the next micro-batch while the stage waits for its streams.
+        """Starts to stream for the next micro-batch while the stage has nothing to compute.
 
-        tokens  real ids of each chunk. `run` has to follow, or `abandon`.
+        tokens  real ids of each chunk. `run` has to follow, or `abandon`; a run over other tokens
+                gives it up.
         """
         if self._begun is None and self.plan.experts.streams:
-            self._begun = self._steps(0, tokens)
+            self._begun, self._begun_tokens = self._steps(0, tokens), list(tokens)
             self.pool.start(self._begun)
             self.pool.prefetch()
 
@@ -126,6 +129,8 @@ class Stage:
     ) -> passes.PassReport:
         """Takes a prepared micro-batch through the layers; on_layer gets numbers of the model."""
         tokens = [piece.ids for piece in pieces]
+        if batch.layer or not _equal(self._begun_tokens, tokens):
+            self.abandon()
         begun, self._begun = self._begun, None
         with jax.default_device(self.device):
             report = passes.run(
@@ -147,6 +152,10 @@ class Stage:
         if mode == "auto":
             mode = self.pool.preferred_mode(sum(map(len, tokens)))
         return passes.plan_steps(self.pool, mode, first_layer, tokens, self._tables)
+
+
+def _equal(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
+    return len(first) == len(second) and all(map(np.array_equal, first, second))
 
 
 def load_stages(

@@ -128,7 +128,7 @@ class Watch:
         self.violations: list[str] = []
 
     def __call__(self, event: events.Event) -> None:
-        if isinstance(event, events.ChunkDone) and self.streamer is not None:
+        if isinstance(event, events.LayerDone) and self.streamer is not None:
             self.violations += self.streamer.violations()
 
 
@@ -483,3 +483,44 @@ def test_layers_that_share_experts_share_host_memory_and_give_the_same_bits():
                 item = ledger.total_bytes // (5 * 12)
     assert len(shas) == 1
     assert stores == {0, 2 * 12 * item}
+
+
+@pytest.mark.parametrize("mode", ["whole", "routed"])
+def test_slabs_of_the_next_micro_batch_come_while_outputs_are_made(mode, reference):
+    order: list[str] = []
+    with load(resident_fraction=0.5, order="chunk_major", mode=mode) as engine:
+        streamer = engine._stages[0].pool.streamer
+
+        def sink(name: str, rows: np.ndarray) -> None:
+            # Only the first layers of the next run have been issued.
+            order.append("next" if streamer._run is not None else "none")
+            if streamer._run is not None:
+                assert streamer._uploader.issued == streamer.window + 1
+                assert streamer._uploader.last_computed == -1
+
+        engine.prefill(IDS, sink=sink)
+        # The first layers of a routed pass are known from the ids.
+        assert order == ["next"] * 3 + ["none"]
+        assert sha(engine.prefill(IDS)) == reference
+        assert streamer._run is None
+
+
+def test_a_prompt_between_two_results_of_a_run_changes_nothing(reference):
+    """The run that was begun for the next prompt is given up, and begins again."""
+    with load(resident_fraction=0.5, order="chunk_major", mode="routed") as engine:
+        results = engine.prefill_many([IDS[:CHUNK], IDS])
+        next(results)
+        assert engine._stages[0]._begun is not None
+        between = sha(engine.prefill(IDS))
+        assert sha(next(results)) == between == reference
+        next(engine.prefill_many([IDS[:CHUNK], IDS]))  # its iterator is dropped
+        assert sha(engine.prefill(IDS)) == reference
+
+
+def test_a_stop_leaves_nothing_begun():
+    with load(resident_fraction=0.5, order="chunk_major") as engine:
+        stop = threading.Event()
+        result = engine.prefill(IDS, on_event=stop_after(stop, LAYERS - 1), stop=stop)
+        assert result.report.tokens_read == CHUNK
+        assert engine._stages[0]._begun is None
+        assert engine._stages[0].pool.streamer._run is None
