@@ -213,7 +213,13 @@ def initialize_jax(worker: Worker) -> None:
         jax.config.update("jax_cross_host_transport_addresses", f"{worker.host}:0")
     if worker.rank == 0:
         worker.set("jax coordinator", f"{worker.host}:{_free_port()}")
-    jax.distributed.initialize(worker.get("jax coordinator"), worker.world, worker.rank)
+    jax.distributed.initialize(
+        worker.get("jax coordinator"),
+        worker.world,
+        worker.rank,
+        # Under Slurm or MPI it would take one GPU per task, and a launcher is one task.
+        cluster_detection_method="deactivate",
+    )
 
 
 def launched(environ: Mapping[str, str] | None = None) -> bool:
