@@ -6,6 +6,7 @@ import itertools
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -294,6 +295,44 @@ def test_quick_commands_of_the_map_answer():
         assert process.returncode in (0, 1), f"{module}: {err}"
         assert "--" in out, f"{module} --help printed {out!r}, {err!r}"
         assert "Traceback" not in err, f"{module}: {err}"
+
+
+def find_python(path: pathlib.Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What `make` does to find its interpreter, with only `path` on PATH."""
+    return subprocess.run(
+        ["/bin/sh", ROOT / "tools" / "find_python.sh"],
+        env={"PATH": str(path), "HOME": str(path), **variables},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_python_is_found_on_path_in_pyenv_and_through_uv_or_asked_for(tmp_path):
+    empty, old = tmp_path / "empty", tmp_path / "old"
+    for folder in (empty, old):
+        folder.mkdir()
+        (folder / "cat").symlink_to(shutil.which("cat"))
+    refused = find_python(empty)
+    assert refused.returncode == 1
+    assert "needs Python >= 3.12 and none was found" in refused.stderr
+    assert "apt install python3.12" in refused.stderr
+    for name in ("python3.12", "python3"):
+        (old / name).write_text("#!/bin/sh\nexit 1\n")
+        (old / name).chmod(0o755)
+    pyenv = tmp_path / "pyenv" / "versions" / "3.13.1" / "bin" / "python3"
+    pyenv.parent.mkdir(parents=True)
+    pyenv.symlink_to(sys.executable)
+    found = find_python(old, PYENV_ROOT=str(tmp_path / "pyenv"))
+    assert found.stdout.strip() == str(pyenv)
+    (old / "uv").write_text(f"#!/bin/sh\necho {sys.executable}\n")
+    (old / "uv").chmod(0o755)
+    assert find_python(old).stdout.strip() == sys.executable
+    (empty / "python3.14").symlink_to(sys.executable)
+    assert find_python(empty).stdout.strip() == str(empty / "python3.14")
+    assert find_python(old, PYTHON=sys.executable).stdout.strip() == sys.executable
+    refused = find_python(empty, PYTHON=str(old / "python3"))
+    assert refused.returncode == 1
+    assert "is not a Python >= 3.12" in refused.stderr
 
 
 @pytest.mark.parametrize("name", PACKAGES)
