@@ -15,6 +15,7 @@ import ds4jax
 from ds4jax import engine as engines
 from ds4jax import events, testing
 from ds4jax.activations import Moved
+from ds4jax.checkpoint.state import load_paused, save_paused
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from sharding.cost import PlanError
 from streaming import ReadError, StreamError
@@ -443,6 +444,20 @@ def test_pass_that_was_stopped_between_layers_goes_on_with_the_same_bits(
         assert not result.report.interrupted
         rows = [part.logits for part in (first, result) if part.logits is not None]
         assert sha(dataclasses.replace(result, logits=np.concatenate(rows))) == reference
+
+
+@pytest.mark.parametrize(("first", "second"), [("host", "device"), ("device", "host")])
+def test_a_saved_pass_goes_on_wherever_its_activations_wait(first, second, reference, tmp_path):
+    options = {"resident_fraction": 0.5, "order": "layer_major", "mode": "whole"}
+    with load(activations=first, **options) as engine:
+        stop = threading.Event()
+        result = engine.prefill(IDS, on_event=stop_after(stop, 2), stop=stop)
+        owner = (engine.model_config, engine.numerics, engine.fingerprint, IDS, CHUNK)
+        save_paused(tmp_path / "paused", result.paused, *owner)
+    with load(activations=second, **options) as engine:
+        paused = load_paused(tmp_path / "paused", *owner)
+        assert paused.layer == 3
+        assert sha(engine.prefill(IDS, paused=paused)) == reference
 
 
 def test_stop_at_the_last_layer_finishes_the_micro_batch():
