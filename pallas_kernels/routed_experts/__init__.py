@@ -8,10 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import codecs, support
-from pallas_kernels.routed_experts import portable, reference, tiling
+from pallas_kernels.routed_experts import portable, reference, sm90, tiling
 from pallas_kernels.routed_experts.slab import ExpertSlab
 
-__all__ = ["ExpertSlab", "combine_slots", "expert_slots", "refusal"]
+__all__ = ["ExpertSlab", "combine_slots", "expert_slots", "refusal", "wide_experts"]
+
+# Routed rows per expert from which the Hopper kernels are taken, without and with `quantize_input`.
+SM90_ROWS = (96, 48)
+INTERPRETED_BLOCKS = 2
+
+wide_experts = sm90.wide_experts
 
 
 def expert_slots(
@@ -50,8 +56,11 @@ def expert_slots(
     The bits of a slot depend on its token's x, its weight, the expert's weights, T and the
     implementation; not on other rows, nor on how experts are divided over slabs and calls.
 
-    implementation None takes "portable" on GPUs where it can run (bfloat16 x; FP4 or bfloat16
-    slabs, D and F multiples of 64) and "reference" elsewhere; `refusal` tells why not.
+    implementation None takes "sm90" on Hopper GPUs for FP4 slabs with D and F multiples of 512, if
+    tokens * k is at least `SM90_ROWS` times the experts in `where`; else "portable" on GPUs where
+    it can run (bfloat16 x; FP4 or bfloat16 slabs, D and F multiples of 64); "reference" elsewhere.
+    `refusal` tells why not. With `quantize_input`, "sm90" multiplies E4M3 codes on the FP8 units,
+    which add up 128 products less exactly than float32; the others multiply in bfloat16 or float32.
 
     Raises ValueError for shapes or dtypes that do not fit, NotImplementedError when the
     implementation asked for cannot run here.
@@ -62,12 +71,26 @@ def expert_slots(
         return _fresh_slots(x, ids) if slots is None else slots
     device = support.default_device()
     if implementation is None:
-        implementation = "reference" if refusal("portable", x, slabs, device) else "portable"
+        many = ids.size >= SM90_ROWS[quantize_input] * where.size
+        kernels = ("sm90", "portable") if many else ("portable",)
+        able = [name for name in kernels if refusal(name, x, slabs, device) is None]
+        implementation = (*able, "reference")[0]
     support.require(implementation, refusal(implementation, x, slabs, device, interpret=interpret))
     operands = (x, ids, weights, slabs_present, where)
     if implementation == "reference":
         slots = _fresh_slots(x, ids) if slots is None else slots
         return reference.expert_slots(*operands, slots, limit=limit, quantize_input=quantize_input)
+    if implementation == "sm90":
+        kind = "fp8" if quantize_input else "bf16"
+        return sm90.expert_slots(
+            *operands,
+            slots,
+            limit=limit,
+            quantize_input=quantize_input,
+            schedule=tiling.schedule(device.device_kind, x.shape[1], slabs[0].width, kind),
+            blocks=getattr(device, "core_count", INTERPRETED_BLOCKS),
+            interpret=interpret,
+        )
     blocks = tiling.choose(
         device.device_kind, x.shape[1], slabs[0].width, *ids.shape, experts=where.size
     )
@@ -91,10 +114,9 @@ def refusal(
 ) -> str | None:
     """Why `implementation` cannot run these operands of `expert_slots` on `device`, or None."""
     reason = support.unsupported(implementation, device, interpret=interpret)
-    if implementation == "sm90":
-        reason = "routed experts have reference and portable kernels"
     if reason is None and implementation != "reference":
-        reason = portable.unsupported(x, slabs)
+        kernels = sm90 if implementation == "sm90" else portable
+        reason = kernels.unsupported(x, slabs)
     return reason
 
 

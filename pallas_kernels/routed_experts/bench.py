@@ -2,6 +2,8 @@
 
     python -m pallas_kernels.routed_experts.bench --out=experts.json          check, then time
     python -m pallas_kernels.routed_experts.bench --tune --out=tuned.json     check, then tune
+    python -m pallas_kernels.routed_experts.bench --implementation=sm90 --compare --out=sm90.json
+                                    the Hopper kernels, beside other grouped products of JAX kernels
 
 Every timing covers the whole op: row order, both products and the combine. Weights and inputs are
 random; routing is uniform, or skewed so that the likeliest expert is 55 times the least likely.
@@ -11,15 +13,18 @@ import argparse
 import dataclasses
 import datetime
 import functools
+import importlib.util
 import itertools
 import json
 import pathlib
 import sys
 import time
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
 from pallas_kernels import bench, specs, support
 from pallas_kernels.routed_experts import (
@@ -85,15 +90,17 @@ def whole_op(spec: specs.Spec, quantize_input: bool, implementation: str):
     return jax.jit(run)
 
 
-def check(spec: specs.Spec, slab: ExpertSlab, implementation: str, log) -> list[dict]:
+def check(
+    spec: specs.Spec, slab: ExpertSlab, implementation: str, token_counts: tuple[int, ...], log
+) -> list[dict]:
     """Errors against float32; raises AssertionError beyond ERROR_LIMIT."""
     where = jnp.arange(spec.experts, dtype=jnp.int32)
     rows = []
-    for tokens, quantize_input in itertools.product((5, 1000), (False, True)):
+    for tokens, quantize_input in itertools.product(token_counts, (False, True)):
         x, ids, weights = make_inputs(spec, tokens, "skewed", seed=tokens)
         options = {"limit": spec.swiglu_limit, "quantize_input": quantize_input}
-        run = functools.partial(expert_slots, implementation=implementation, **options)
-        got = jax.jit(run)(x, ids, weights, (slab,), where)
+        run = jax.jit(functools.partial(expert_slots, implementation=implementation, **options))
+        got = run(x, ids, weights, (slab,), where)
         # bfloat16 inputs decide the input roundings of both: h is then rounded alike.
         oracle_x = x if quantize_input else x.astype(jnp.float32)
         fresh = jnp.full((*ids.shape, spec.hidden), jnp.nan, oracle_x.dtype)
@@ -107,16 +114,16 @@ def check(spec: specs.Spec, slab: ExpertSlab, implementation: str, log) -> list[
         log(row)
         rows.append(row)
         assert error <= ERROR_LIMIT, row
-        # The same bits from two slabs in two calls, experts in another order.
+        # The same bits in two calls, experts in another order.
         order = np.random.default_rng(tokens).permutation(spec.experts)
-        cut = spec.experts // 3
-        slots = None
-        for experts in (order[:cut], order[cut:]):
+        shuffled = jax.tree.map(lambda array, rows=order: array[rows], slab)
+        cut, slots = spec.experts // 3, None
+        for part in (range(cut), range(cut, spec.experts)):
             places = np.full(spec.experts, -1, np.int32)
-            places[experts] = np.arange(len(experts))
-            piece = jax.tree.map(lambda array, rows=experts: array[rows], slab)
-            slots = jax.jit(run)(x, ids, weights, (piece,), jnp.asarray(places), slots=slots)
-            del piece
+            places[order[part]] = part
+            found = run(x, ids, weights, (shuffled,), jnp.asarray(places))
+            slots = found if slots is None else jnp.where(jnp.isnan(slots), found, slots)
+        del shuffled
         same = bool(
             jnp.array_equal(
                 jax.lax.bitcast_convert_type(got, jnp.uint16),
@@ -127,20 +134,26 @@ def check(spec: specs.Spec, slab: ExpertSlab, implementation: str, log) -> list[
     return rows
 
 
-def time_ops(spec: specs.Spec, slab: ExpertSlab, implementation: str, log) -> list[dict]:
-    """Whole-op medians for TOKENS, both routings and both input precisions."""
+def time_ops(
+    spec: specs.Spec, slab: ExpertSlab, implementation: str, token_counts: tuple[int, ...], log
+) -> list[dict]:
+    """Whole-op medians for `token_counts`, both routings and both input precisions."""
     where = jnp.arange(spec.experts, dtype=jnp.int32)
-    results = []
+    results, programs = [], {}
     for tokens, routing, quantize_input in itertools.product(
-        TOKENS, ("uniform", "skewed"), (False, True)
+        token_counts, ("uniform", "skewed"), (False, True)
     ):
         x, ids, weights = make_inputs(spec, tokens, routing)
-        op = whole_op(spec, quantize_input, implementation)
+        op = programs.get((tokens, quantize_input))
+        if op is None:
+            op = whole_op(spec, quantize_input, implementation)
+            op = op.lower(x, ids, weights, slab, where, x).compile()
+            programs[tokens, quantize_input] = op
         timing = bench.measure(
             op, x, ids, weights, slab, where, x, runs=12, calls_per_run=20 if tokens < 2048 else 3
         )
         flops = 6 * tokens * spec.experts_per_token * spec.hidden * spec.expert_width
-        memory = op.lower(x, ids, weights, slab, where, x).compile().memory_analysis()
+        memory = op.memory_analysis()
         row = {
             "tokens": tokens,
             "routing": routing,
@@ -155,6 +168,80 @@ def time_ops(spec: specs.Spec, slab: ExpertSlab, implementation: str, log) -> li
             f"{row['tflops']:6.1f} TFLOP/s, temporaries {row['temp_bytes'] / 2**20:.0f} MiB"
         )
     return results
+
+
+def compare(spec: specs.Spec, log) -> list[dict]:
+    """Medians of other grouped products of the same shapes, rows in expert order already.
+
+    The ragged_dot that JAX ships for Mosaic, and those of the PyPI package jax-linear-attention
+    where it is installed: bfloat16 weights, and E4M3 without block scales.
+    """
+    results = []
+    n, d, f = spec.experts, spec.hidden, spec.expert_width
+    for tokens, (name, contraction, columns) in itertools.product(
+        (2048, 8192, 32768), (("gate_up", d, 2 * f), ("down", f, d))
+    ):
+        ids = np.asarray(make_inputs(spec, tokens, "uniform")[1])
+        sizes = jnp.asarray(np.bincount(ids.reshape(-1), minlength=n), jnp.int32)
+        x = jax.random.normal(jax.random.key(3), (ids.size, contraction), jnp.bfloat16)
+        weights = jax.random.normal(jax.random.key(4), (n, columns, contraction), jnp.bfloat16)
+        for label, call, operands in _others(x, weights, sizes):
+            timing = bench.measure(jax.jit(call), *operands, runs=7, calls_per_run=3)
+            tflops = 2 * x.size * columns / timing.median_s / 1e12
+            row = {"kernel": label, "tokens": tokens, "product": name, "tflops": tflops}
+            results.append(row | timing.as_dict())
+            log(f"{label} {tokens} {name}: {timing.median_s * 1e3:.3f} ms {tflops:.0f} TFLOP/s")
+    return results
+
+
+def _others(x, weights, sizes):
+    """(label, function, operands) of the grouped products that can be imported."""
+    blocks = {"block_m": 64, "block_n": 256, "block_k": 64, "max_concurrent_steps": 4}
+
+    def shipped(x, weights, sizes):
+        return ragged_dot_mgpu.ragged_dot(
+            x, weights, group_sizes=sizes, transpose_rhs=True, grid_block_n=4, **blocks
+        )
+
+    yield "jax ragged_dot_mgpu", shipped, (x, weights, sizes)
+    if importlib.util.find_spec("jla") is None:
+        return
+    dense = importlib.import_module("jla.ops.mosaic_gpu.ragged_dot")
+    fp8 = importlib.import_module("jla.ops.mosaic_gpu.ragged_dot_fp8")
+    config = dense.select_config(x.shape[1], weights.shape[1])
+
+    def bf16(x, weights, sizes):
+        return dense._ragged_dot_kernel(x, weights, sizes, transpose_rhs=True, cfg=config)
+
+    yield "jax-linear-attention bf16", bf16, (x, weights, sizes)
+    codes = [array.astype(jnp.float8_e4m3fn) for array in (x, weights)]
+    yield "jax-linear-attention fp8", fp8.ragged_dot_fp8, (*codes, sizes)
+
+
+# Rows and chunks of the Hopper kernels' tiles that fit the registers.
+SCHEDULES = {
+    "fp8": [(256, 128, 1), (224, 112, 1), (224, 56, 2), (192, 96, 1), (192, 64, 2)],
+    "bf16": [(256, 64, 1), (192, 64, 1)],
+}
+
+
+def tune_sm90(spec: specs.Spec, slab: ExpertSlab, log) -> dict:
+    """The fastest schedule of the whole op at 8,192 tokens, for both kinds of products."""
+    where = jnp.arange(spec.experts, dtype=jnp.int32)
+    x, ids, weights = make_inputs(spec, 8192, "uniform")
+    table = {}
+    for kind, shapes in SCHEDULES.items():
+        best = np.inf
+        for rows, chunk, under_way in shapes:
+            schedule = tiling.Schedule(rows, chunk, under_way, stages=4)
+            with unittest.mock.patch.object(tiling, "schedule", return_value=schedule):
+                op = whole_op(spec, kind == "fp8", "sm90")
+                op = op.lower(x, ids, weights, slab, where, x).compile()
+            timing = bench.measure(op, x, ids, weights, slab, where, x, runs=7, calls_per_run=3)
+            log(f"{kind}: {timing.median_s * 1e3:.3f} ms {schedule}")
+            if timing.median_s < best:
+                best, table[kind] = timing.median_s, dataclasses.asdict(schedule)
+    return {f"{spec.hidden}x{spec.expert_width}": table}
 
 
 def candidates(rows: int, matrices: int) -> list[tiling.Tiling]:
@@ -217,9 +304,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--spec", default="flash", choices=sorted(specs.SPECS))
     parser.add_argument("--implementation", default="portable")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
-    spec = specs.SPECS[args.spec]
+    spec, hopper = specs.SPECS[args.spec], args.implementation == "sm90"
     device = support.default_device()
     start = time.perf_counter()
 
@@ -233,12 +322,18 @@ def main(argv: list[str]) -> int:
         "date": datetime.date.today().isoformat(),
         "command": "python -m pallas_kernels.routed_experts.bench " + " ".join(argv),
         "implementation": args.implementation,
-        "check": check(spec, slab, args.implementation, log),
+        "check": check(spec, slab, args.implementation, (1000,) if hopper else (5, 1000), log),
     }
-    if args.tune:
+    if args.tune and hopper:
+        document["routed_experts_sm90"] = tune_sm90(spec, slab, log)
+    elif args.tune:
         document["routed_experts"] = tune(spec, slab, log)
     else:
-        document["timings"] = time_ops(spec, slab, args.implementation, log)
+        counts = tuple(args.tokens)
+        document["timings"] = time_ops(spec, slab, args.implementation, counts, log)
+    if args.compare:
+        del slab
+        document["others"] = compare(spec, log)
     args.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 

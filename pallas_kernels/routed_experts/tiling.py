@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.resources
 import json
+from typing import Any
 
 MINIMUM_BLOCK = 64  # rows of a weight and contraction elements are cut in multiples of this
 
@@ -61,6 +62,38 @@ class LayerTiling:
         return tuple(blocks.rows for blocks in self.gate_up)
 
 
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the Hopper kernels cut the products.
+
+    rows       routed rows of a full tile.
+    chunk      tiles are cut to a multiple of it; of FP8 products the rows of one.
+    under_way  FP8 products that run at a time, 1 or 2.
+    stages     buffers in the ring.
+    """
+
+    rows: int
+    chunk: int
+    under_way: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        if self.chunk % 16 or self.rows % self.chunk or not 0 < self.rows <= 256 or self.rows % 32:
+            raise ValueError(
+                f"rows={self.rows}, chunk={self.chunk}: expected a multiple of 32 up to 256 and a "
+                "multiple of 16 that divides it"
+            )
+        if self.under_way not in (1, 2) or self.stages < 2:
+            raise ValueError(
+                f"under_way={self.under_way}, stages={self.stages}: expected 1 or 2, and 2 or more"
+            )
+
+    @property
+    def store_tokens(self) -> int:
+        """Rows that are written at a time."""
+        return self.chunk if self.chunk <= 64 else self.chunk // 2
+
+
 def choose(
     device_kind: str, hidden: int, width: int, tokens: int, experts_per_token: int, experts: int
 ) -> LayerTiling:
@@ -71,7 +104,7 @@ def choose(
     """
     average = tokens * experts_per_token / max(experts, 1)
     bucket = next((size for size in (16, 32, 64) if average <= size), 128)
-    table = _table(device_kind.lower().replace(" ", "_"))
+    table = _table(device_kind.lower().replace(" ", "_"), "routed_experts")
     found = table.get(f"{hidden}x{width}", {}).get(str(bucket))
     if found is not None:
         products = (
@@ -82,7 +115,16 @@ def choose(
     return LayerTiling((blocks,), (dataclasses.replace(blocks, out=128),))
 
 
+def schedule(device_kind: str, hidden: int, width: int, kind: str) -> Schedule:
+    """How the Hopper kernels cut the products of `kind` "fp8" or "bf16"."""
+    table = _table(device_kind.lower().replace(" ", "_"), "routed_experts_sm90")
+    found = table.get(f"{hidden}x{width}", {}).get(kind)
+    if found is not None:
+        return Schedule(**found)
+    return Schedule(rows=192, chunk=96 if kind == "fp8" else 64, under_way=1, stages=4)
+
+
 @functools.cache
-def _table(device_kind: str) -> dict[str, dict[str, dict[str, list[dict[str, int]]]]]:
+def _table(device_kind: str, section: str) -> dict[str, Any]:
     file = importlib.resources.files("pallas_kernels") / "tuned" / f"{device_kind}.json"
-    return json.loads(file.read_text())["routed_experts"] if file.is_file() else {}
+    return json.loads(file.read_text()).get(section, {}) if file.is_file() else {}

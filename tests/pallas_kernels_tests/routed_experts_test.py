@@ -583,7 +583,8 @@ class RefusalTest(absltest.TestCase):
         case = make_case(self.id())
         for change, options, text in (
             ({}, {"interpret": False}, "need an NVIDIA GPU"),
-            ({}, {"implementation": "sm90"}, "have reference and portable"),
+            ({}, {"implementation": "sm90"}, "D=256, expected a multiple of 512"),
+            ({}, {"implementation": "sm90", "interpret": False}, "need an NVIDIA GPU"),
             ({"x": case.x.astype("f4")}, {}, "x is float32"),
             ({"slab": make_case(self.id(), weights_format="fp8").slab}, {}, "slab 0 is fp8"),
             ({"slab": make_case(self.id(), expert_width=96).slab}, {}, "F=96"),

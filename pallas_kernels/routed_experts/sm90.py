@@ -1,0 +1,169 @@
+"""Routed experts on Hopper GPUs: rows gathered by expert, two grouped products, slots by gather.
+
+Weights stay FP4 in memory and are decoded in registers. With `quantize_input` both products run on
+the FP8 units, exact products of E4M3 activations with the weights (see `sm90_fragments`), summed in
+float32 per block of 128 channels; otherwise in bfloat16.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.routed_experts import sm90_fragments
+from pallas_kernels.routed_experts.arrange import arrange
+from pallas_kernels.routed_experts.ordering import RowOrder, order_rows
+from pallas_kernels.routed_experts.slab import ExpertSlab
+from pallas_kernels.routed_experts.sm90_kernel import (
+    ROW_GRAIN,
+    Product,
+    grouped_product,
+)
+from pallas_kernels.routed_experts.tiling import Schedule
+
+MULTIPLE = 512  # of D and F: scale bytes are copied 16 at a time
+
+
+def unsupported(x: jax.Array, slabs: tuple[ExpertSlab, ...]) -> str | None:
+    """Why these operands cannot be served here; None when they can."""
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}, the kernels take bfloat16"
+    for index, slab in enumerate(slabs):
+        if slab.format != "fp4":
+            return f"slab {index} is {slab.format}, the kernels read fp4"
+        for name, size in (("D", slab.hidden), ("F", slab.width)):
+            if size % MULTIPLE:
+                return f"slab {index} has {name}={size}, expected a multiple of {MULTIPLE}"
+    return None
+
+
+def expert_slots(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    slabs: tuple[ExpertSlab, ...],
+    where: jax.Array,
+    slots: jax.Array | None,
+    *,
+    limit: float,
+    quantize_input: bool,
+    schedule: Schedule,
+    blocks: int,
+    interpret: bool,
+) -> jax.Array:
+    """See the door; `x` is bfloat16. `blocks` run at a time, one per multiprocessor.
+
+    Memory beside the result, per slab and place (T * k and up to 7 more per expert): rows of x and
+    of h in the operand's dtype, of h and y in bfloat16; never all at once.
+    """
+    (tokens, hidden), k = x.shape, ids.shape[1]
+    order = order_rows(ids, where, sum(slab.experts for slab in slabs))
+    kind = "fp8" if quantize_input else "bf16"
+    place = functools.partial(arrange, quantize=quantize_input, interpret=interpret)
+    out = slots
+    if out is None:
+        fill = jnp.where(ids >= 0, jnp.nan, 0.0).astype(x.dtype)
+        out = jnp.broadcast_to(fill[..., None], (tokens, k, hidden))
+    out = out.reshape(tokens * k, hidden)
+    first = 0
+    for slab in slabs:
+        places = place_rows(order, first, slab.experts, schedule.rows)
+        first += slab.experts
+        rows, row_scale = place(x, places.source // k, places.used, order=kind)
+        h = grouped_product(
+            Product(kind, limit, schedule, blocks, interpret),
+            rows,
+            row_scale,
+            slab.gate_up,
+            slab.gate_up_scale,
+            *_bands(slab.gate_up_scale, kind),
+            places.tiles,
+            weights.reshape(-1)[places.source],
+        )
+        if quantize_input:
+            # Its channels are in operand order already.
+            h, row_scale = place(h, None, places.used, order=None)
+        y = grouped_product(
+            Product(kind, None, schedule, blocks, interpret),
+            h,
+            row_scale,
+            slab.down,
+            slab.down_scale,
+            *_bands(slab.down_scale, kind),
+            places.tiles,
+            None,
+        )
+        served = places.position >= 0
+        out = jnp.where(served[:, None], y[jnp.maximum(places.position, 0)], out)
+    return out.reshape(tokens, k, hidden)
+
+
+def _bands(scales, kind):
+    """Largest scale byte of each expert, and how many bands its scales span."""
+    if kind == "bf16":
+        return (jnp.zeros(scales.shape[0], jnp.int32),) * 2
+    top = jnp.max(scales, axis=(1, 2)).astype(jnp.int32)
+    bottom = jnp.min(scales, axis=(1, 2)).astype(jnp.int32)
+    return top, (top - bottom) // sm90_fragments.BAND + 1
+
+
+def wide_experts(slab: ExpertSlab) -> np.ndarray:
+    """bool [n]: experts with a matrix whose scales span more octaves than one FP8 table holds.
+
+    Their FP8 products run once for each band of 27 octaves, exact all the same. The slab's arrays
+    may be on the host or on a device; slabs of another format than FP4 have none.
+    """
+    wide = np.zeros(slab.experts, bool)
+    for scales in (slab.gate_up_scale, slab.down_scale) if slab.format == "fp4" else ():
+        largest, least = (np.asarray(f(axis=(1, 2)), np.int32) for f in (scales.max, scales.min))
+        wide |= largest - least >= sm90_fragments.BAND
+    return wide
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the rows of some experts go: those of an expert from a multiple of ROW_GRAIN on.
+
+    source    i32 [P]: routed row of each place; row 0 in places that stay empty.
+    position  i32 [R]: place of each routed row, -1 for rows of other experts.
+    tiles     (expert, start, count) i32 [tiles], and i32 [1] how many of them are used.
+    used      i32 [1]: places up to the last row.
+    """
+
+    source: jax.Array
+    position: jax.Array
+    tiles: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+    used: jax.Array
+
+
+def place_rows(order: RowOrder, first: int, experts: int, tile: int) -> Places:
+    """Places of the rows of experts [first, first + experts), in tiles of at most `tile` rows."""
+    total = order.rows.size
+    starts = order.starts[first : first + experts + 1]
+    counts = jnp.diff(starts)
+    padded = (counts + ROW_GRAIN - 1) // ROW_GRAIN * ROW_GRAIN
+    ends = jnp.cumsum(padded)
+    places = total + min(experts, total) * (ROW_GRAIN - 1)
+    # Tiles read whole, also where they end early.
+    places = -(-places // ROW_GRAIN) * ROW_GRAIN + tile
+    row = jnp.arange(total, dtype=jnp.int32)
+    expert = jnp.sum(starts[None, 1:] <= row[:, None], axis=1, dtype=jnp.int32)
+    served = (row >= starts[0]) & (expert < experts)
+    expert = jnp.minimum(expert, experts - 1)
+    place = (ends - padded)[expert] + row - starts[expert]
+    position = jnp.full(total, -1, jnp.int32)
+    position = position.at[order.rows].set(jnp.where(served, place, -1), unique_indices=True)
+    source = jnp.zeros(places, jnp.int32)
+    source = source.at[jnp.where(served, place, places)].set(order.rows, mode="drop")
+    needed = (counts + tile - 1) // tile
+    tile_ends = jnp.cumsum(needed)
+    index = jnp.arange(total // tile + min(experts, total), dtype=jnp.int32)
+    owner = jnp.sum(tile_ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+    owner = jnp.minimum(owner, experts - 1)
+    offset = (index - (tile_ends - needed)[owner]) * tile
+    count = jnp.clip(counts[owner] - offset, 0, tile)
+    start = jnp.minimum((ends - padded)[owner] + offset, places - tile)
+    return Places(source, position, (owner, start, count, tile_ends[-1:]), ends[-1:])
