@@ -42,8 +42,8 @@ CONFIGS = {
 }
 
 
-def refusal(q: jax.Array) -> str | None:
-    """Why the kernel cannot take these queries [T, H, K]; None when it can."""
+def refusal(q: jax.Array, rope: rotary.Table | None = None) -> str | None:
+    """Why the kernel cannot take these queries [T, H, K] and angles; None when it can."""
     heads, width = q.shape[1:]
     if q.dtype != jnp.bfloat16:
         return f"q is {q.dtype}, the kernel multiplies bfloat16 (float32 runs on 'tiled')"
@@ -51,6 +51,10 @@ def refusal(q: jax.Array) -> str | None:
         return f"{heads} heads, the kernel takes multiples of 16"
     if width & (width - 1) or not 64 <= width <= 512:
         return f"head_dim is {width}, the kernel takes powers of two from 64 to 512"
+    if rope is not None:
+        pairs = rope[0].shape[1]
+        if pairs & (pairs - 1) or pairs < 16:
+            return f"{pairs} channel pairs turn, the kernel takes powers of two from 16 up"
     return None
 
 
@@ -145,7 +149,7 @@ def _kernel(
         if norm_eps is not None:
             q = _head_norm(q, norm_eps)
         if "cos" in inputs:
-            q = turn(q, inputs["cos"], inputs["sin"], token, 1.0)
+            q = turn(q, inputs["cos"], inputs["sin"], token)
         # By way of the output rows, which nobody else uses: Triton keeps an operand of a product in
         # shared memory when it was loaded, and in registers, of which there are none left, when it
         # was computed.
@@ -231,10 +235,11 @@ def _kernel(
         running = jax.lax.fori_loop(0, blocks, entry_block, running)
     highest, total, values = running
     total = total + jnp.exp2(sink_ref[...] * jnp.float32(math.log2(math.e)) - highest)
-    out = (values / total[:, None]).astype(out_ref.dtype)
+    out_ref[...] = (values / total[:, None]).astype(out_ref.dtype)
     if "cos" in inputs:
-        out = turn(out, inputs["cos"], inputs["sin"], token, -1.0)
-    out_ref[...] = out
+        if not interpret:
+            plt.debug_barrier()
+        _turn_rows(out_ref, inputs["cos"], inputs["sin"], token, -1.0)
 
 
 def _head_norm(x, eps: float):
@@ -249,14 +254,14 @@ def _head_norm(x, eps: float):
     return (wide * factor[:, None]).astype(x.dtype)
 
 
-def turn(x, cos_ref, sin_ref, token, sign: float):
-    """`rotary.apply_rope` of x [h, K], the heads of one token, by sign times its angles."""
+def turn(x, cos_ref, sin_ref, token):
+    """`rotary.apply_rope` of x [h, K], the heads of one token."""
     heads, width = x.shape
     pair = jnp.arange(width // 2, dtype=jnp.int32) - (width // 2 - cos_ref.shape[1])
     turns = pair >= 0  # the others turn by nothing: cosine 1, sine 0
     at = (token, jnp.maximum(pair, 0))
     cos = plt.load(cos_ref.at[at], mask=turns, other=1.0)[None, :]
-    sin = sign * plt.load(sin_ref.at[at], mask=turns, other=0.0)[None, :]
+    sin = plt.load(sin_ref.at[at], mask=turns, other=0.0)[None, :]
     pairs = x.astype(jnp.float32).reshape(heads, width // 2, 2)
     # Values cannot be sliced here: a sum over the pair with a zero in it takes one of the two.
     first = (jnp.arange(2, dtype=jnp.int32) == 0)[None, None, :]
@@ -266,3 +271,17 @@ def turn(x, cos_ref, sin_ref, token, sign: float):
         first, (even * cos - odd * sin)[:, :, None], (even * sin + odd * cos)[:, :, None]
     )
     return turned.reshape(heads, width).astype(x.dtype)
+
+
+def _turn_rows(ref, cos_ref, sin_ref, token, sign: float):
+    """Turns rows [h, K] in memory by sign times the angles; touches only the channels that turn."""
+    heads, width = ref.shape
+    pair = jnp.arange(cos_ref.shape[1], dtype=jnp.int32)
+    head = jnp.arange(heads, dtype=jnp.int32)[:, None]
+    at = (width - 2 * pair.shape[0] + 2 * pair)[None, :]
+    cos = plt.load(cos_ref.at[token, pair])[None, :]
+    sin = sign * plt.load(sin_ref.at[token, pair])[None, :]
+    even = plt.load(ref.at[head, at]).astype(jnp.float32)
+    odd = plt.load(ref.at[head, at + 1]).astype(jnp.float32)
+    plt.store(ref.at[head, at], (even * cos - odd * sin).astype(ref.dtype))
+    plt.store(ref.at[head, at + 1], (even * sin + odd * cos).astype(ref.dtype))

@@ -82,6 +82,16 @@ def digest(tree: Any) -> str:
 # ----------------------------------------------------------------------------------- attention
 
 
+HEADS = {"norm_eps": 1e-6}
+
+
+def rope(context: int) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of the chunk that ends at `context`."""
+    pairs = FLASH.rope_dim // 2
+    angle = np.outer(np.arange(context - CHUNK, context), 1e4 ** -(np.arange(pairs) / pairs))
+    return jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
+
+
 def attention_operands(context: int, ratio: int) -> tuple[jax.Array, ...]:
     """q, window_kv, compressed, sink and position of the chunk that ends at `context`."""
     capacity = -(-context // ratio // 128) * 128 + 128 if ratio else 0
@@ -115,23 +125,34 @@ def selection(context: int) -> jax.Array:
 
 
 def attention_forms(kind: str, sweep: bool = False) -> dict[str, Callable[..., jax.Array]]:
-    """Kernels by name: functions of q, window_kv, compressed, indices, sink and position."""
+    """Kernels by name: functions of q, window_kv, compressed, indices, sink, position and rope.
+
+    They normalise and rotate the queries and turn the outputs back, as a layer does; "bare" is the
+    attention alone.
+    """
     shared = {"ratio": max(RATIOS[kind], 1), "scale": FLASH.head_dim**-0.5}
     configs = dict(attention_kernel.CONFIGS)
     if sweep:
-        for heads, keys, warps, stages in SWEEPS["attention"]:
-            name = f"{heads}x{keys}w{warps}s{stages}"
-            configs[name] = attention_kernel.Config(heads, keys, warps, stages)
-    return {
-        name: functools.partial(
-            attention_kernel.attend,
-            **shared,
-            window=FLASH.window,
-            config=config,
-            interpret=False,
-        )
-        for name, config in configs.items()
-    }
+        for heads, keys, warps, stages, apart in SWEEPS["attention"]:
+            name = f"{heads}x{keys}w{warps}s{stages}{' apart' if apart else ''}"
+            configs[name] = attention_kernel.Config(heads, keys, warps, stages, apart)
+
+    def form(config: attention_kernel.Config, bare: bool) -> Callable[..., jax.Array]:
+        def call(*operands: Any) -> jax.Array:
+            steps = {} if bare else {**HEADS, "rope": operands[-1]}
+            return attention_kernel.attend(
+                *operands[:-1],
+                **shared,
+                **steps,
+                window=FLASH.window,
+                config=config,
+                interpret=False,
+            )
+
+        return call
+
+    forms = {name: form(config, False) for name, config in configs.items()}
+    return forms | {"sm90 bare": form(configs["sm90"], True)} if sweep else forms
 
 
 def attention_cases(kind: str, sweep: bool) -> Iterator[Case]:
@@ -146,19 +167,26 @@ def attention_cases(kind: str, sweep: bool) -> Iterator[Case]:
         keys = np.minimum(np.arange(context - CHUNK, context) + 1, FLASH.window) + seen
         flops = 4.0 * FLASH.heads * FLASH.head_dim * float(keys.sum())
         name = f"{kind} attention {context // 1024}k"
-        operands = (q, window_kv, compressed, indices, sink, position)
+        angles = rope(context)
+        operands = (q, window_kv, compressed, indices, sink, position, angles)
         for variant, function in attention_forms(kind, sweep).items():
             yield Case(name, variant, function, operands, flops)
         rows = CHUNK // 8
         tail = (q[-rows:], window_kv[-rows - FLASH.window + 1 :])
-        options = {"window": FLASH.window, "scale": FLASH.head_dim**-0.5}
+        options = {"window": FLASH.window, "scale": FLASH.head_dim**-0.5, **HEADS}
         options["implementation"] = "reference"
+        tail_angles = tuple(x[-rows:] for x in angles)
         if kind == "csa":
-            function = functools.partial(sparse_attention, **options)
             operands = (*tail, compressed, indices[-rows:], sink, position + CHUNK - rows)
+            plain = functools.partial(sparse_attention, **options)
         else:
-            function = functools.partial(window_attention, ratio=max(ratio, 1), **options)
             operands = (*tail, compressed, sink, position + CHUNK - rows)
+            plain = functools.partial(window_attention, ratio=max(ratio, 1), **options)
+
+        def function(angles: Any, *operands: Any, plain: Any = plain) -> jax.Array:
+            return plain(*operands, rope=angles)
+
+        operands = (tail_angles, *operands)
         share = float(keys[-rows:].sum() / keys.sum())
         yield Case(name, "reference", function, operands, flops * share, times=CHUNK // rows)
 
@@ -171,6 +199,7 @@ def check_attention(kind: str) -> dict[str, Any]:
     indices = selection(context) if kind == "csa" else None
     if compressed is not None:  # capacity rows nobody sees hold NaN
         compressed = compressed.at[context // ratio :].set(jnp.nan)
+    angles = rope(context)
     results: dict[str, Any] = {}
     for variant, function in attention_forms(kind).items():
         call = jax.jit(function)
@@ -184,12 +213,14 @@ def check_attention(kind: str) -> dict[str, Any]:
                 None if indices is None else indices[start:stop],
                 sink,
                 position + start,
+                tuple(x[start:stop] for x in angles),
             )
 
-        whole = call(q, window_kv, compressed, indices, sink, position)
+        whole = call(q, window_kv, compressed, indices, sink, position, angles)
         middle = CHUNK // 2 - 29
         rows = slice(middle, middle + 64)
-        options = {"window": FLASH.window, "scale": FLASH.head_dim**-0.5}
+        options = {"window": FLASH.window, "scale": FLASH.head_dim**-0.5, **HEADS}
+        options["rope"] = tuple(x[rows] for x in angles)
         operands = (q[rows], window_kv[middle : middle + 64 + FLASH.window - 1], compressed)
         if indices is None:
             wanted = window_attention(
@@ -212,7 +243,7 @@ def check_attention(kind: str) -> dict[str, Any]:
         results[variant] = {
             "distance": distance(whole[rows], wanted),
             "finite": bool(jnp.isfinite(whole).all()),
-            "again": digest(call(q, window_kv, compressed, indices, sink, position))
+            "again": digest(call(q, window_kv, compressed, indices, sink, position, angles))
             == digest(whole),
             "cut": all(
                 bool((part(start, size) == whole[start : start + size]).all())
@@ -418,9 +449,7 @@ def hyper_cases(sweep: bool) -> Iterator[Case]:
     comb = normal(15, CHUNK, FLASH.streams, FLASH.streams, dtype=jnp.float32)
     size = float(streams.nbytes)
     for variant, config in configs.items():
-        project = functools.partial(
-            hyper_kernel.project, norm_eps=1e-6, config=config, interpret=False
-        )
+        project = functools.partial(hyper_kernel.project, config=config, interpret=False)
         pre = functools.partial(hyper_kernel.pre, **SITE, config=config)
         post = functools.partial(hyper_kernel.post, config=config)
         yield Case("mHC projection", variant, project, (streams, fn), 0.0, size)
@@ -622,12 +651,13 @@ def workspace() -> dict[str, float]:
 # ---------------------------------------------------------------------------------------- main
 
 SWEEPS: dict[str, Any] = {
-    "attention": [(32, 32, 4, 3), (32, 16, 4, 3), (64, 32, 8, 2), (16, 32, 4, 2)],
+    "attention": [(32, 32, 4, 3, False), (64, 32, 8, 4, True), (64, 64, 8, 2, False)],
     "indexer": [(64, 128, 4, 2), (64, 128, 4, 4), (64, 64, 4, 4), (64, 256, 8, 3)],
     "top_k": [(8192, 1024), (16384, 2048), (4096, 1024), (4096, 512)],
     "hyper": [
-        {"project_stages": 5},
-        {"project_columns": 128, "project_stages": 2},
+        {"project_stages": 4},
+        {"project_tokens": 128, "project_warps": 8},
+        {"project_columns": 128, "project_stages": 3},
         {"pre_tokens": 4, "pre_columns": 512},
         {"pre_tokens": 8, "pre_columns": 512, "pre_warps": 8},
     ],

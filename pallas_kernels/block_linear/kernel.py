@@ -79,4 +79,4 @@ def e4m3_values(codes: jax.Array) -> jax.Array:
     normal = lax.bitcast_convert_type((magnitude + (120 << 3)) << 20, jnp.float32)
     values = jnp.where(magnitude < 8, magnitude.astype(jnp.float32) * 2.0**-9, normal)
     values = jnp.where(magnitude == 127, jnp.float32(jnp.nan), values)
-    return jnp.where(codes > 127, -values, values)
+    return values * jnp.where(codes > 127, -1.0, 1.0)  # -values would lose the sign of a zero

@@ -125,7 +125,8 @@ def _nearest_even(x: jax.Array) -> jax.Array:
     above = x - low
     odd = low - 2.0 * lax.floor(low * 0.5) == 1.0
     nearest = jnp.abs(jnp.where((above > 0.5) | ((above == 0.5) & odd), low + 1.0, low))
-    return jnp.where(lax.bitcast_convert_type(x, jnp.int32) < 0, -nearest, nearest)
+    # A product: kernels negate by subtracting from zero, which makes 0.0 of 0.0.
+    return nearest * jnp.where(lax.bitcast_convert_type(x, jnp.int32) < 0, -1.0, 1.0)
 
 
 def _block_codes_fp8(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:

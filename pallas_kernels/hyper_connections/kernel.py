@@ -28,7 +28,7 @@ class Config:
     project_tokens: int = 64
     project_columns: int = 64
     project_warps: int = 4
-    project_stages: int = 4
+    project_stages: int = 3
     pre_tokens: int = 8
     pre_columns: int = 512
     pre_warps: int = 4

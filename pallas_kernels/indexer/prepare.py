@@ -48,7 +48,7 @@ def prepare_queries(
 
 
 def _kernel(queries_ref, cos_ref, sin_ref, matrix_ref, out_ref, *, quantise: bool):
-    x = turn(queries_ref[...], cos_ref, sin_ref, pl.program_id(0), 1.0)
+    x = turn(queries_ref[...], cos_ref, sin_ref, pl.program_id(0))
     x = jax.lax.dot_general(
         x, matrix_ref[...], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )

@@ -69,7 +69,7 @@ def sparse_attention(
                 f"{q.shape[2] // 2} (q has {q.shape[2]} channels)"
             )
     chosen = checks.pick(
-        "sparse_attention", implementation, attention_kernel.refusal(q), interpret=interpret
+        "sparse_attention", implementation, attention_kernel.refusal(q, rope), interpret=interpret
     )
     position = checks.scalar(position)
     if chosen in attention_kernel.CONFIGS:

@@ -75,7 +75,7 @@ def window_attention(
                 f"{q.shape[2] // 2} (q has {q.shape[2]} channels)"
             )
     chosen = checks.pick(
-        "window_attention", implementation, attention_kernel.refusal(q), interpret=interpret
+        "window_attention", implementation, attention_kernel.refusal(q, rope), interpret=interpret
     )
     position = checks.scalar(position)
     if chosen in attention_kernel.CONFIGS:

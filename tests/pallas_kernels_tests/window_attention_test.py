@@ -277,6 +277,10 @@ def test_errors_name_the_argument():
     few = make(1, 4, 6, heads=8, width=64, window=40)
     with pytest.raises(NotImplementedError, match="8 heads"):
         call(*few, 0, implementation="sm90", interpret=True)
+    options = {"implementation": "sm90", "interpret": True}
+    for pairs in (8, 24):
+        with pytest.raises(NotImplementedError, match=f"{pairs} channel pairs turn"):
+            call(q, window_kv, compressed, sink, 0, rope=rope_of(0, 4, pairs), **options)
     exact = make(1, 4, 6, **NARROW, dtype=jnp.float32)
     with pytest.raises(NotImplementedError, match="q is float32"):
         call(*exact, 0, implementation="sm90", interpret=True)
