@@ -31,6 +31,7 @@ from ds4jax.config import ConfigError
 from ds4jax.passes import PassReport
 from ds4jax.run_config import PipelineConfig, RunConfig
 from sharding import handoff, launcher
+from streaming.pinned import PinReport
 
 _YIELD_S = 5.0  # a process that lost its peer waits for the launcher to end it
 
@@ -42,6 +43,20 @@ class Part:
     plans: tuple[planning.Plan, ...]
     device_ids: tuple[int, ...]
     available_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """What a process has to tell at the end of a run.
+
+    state_bytes   of its layers, for each prompt that was read
+    peak_bytes    most bytes that were in use on its devices; None if one does not tell
+    page_locking  of its stages that stream
+    """
+
+    state_bytes: tuple[int, ...]
+    peak_bytes: int | None
+    page_locking: tuple[PinReport, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +157,12 @@ class Hosts:
             free = min(free, budget)
         return planning.Memory(free, admission.host_bytes() // sharing)
 
-    def share(self, part: Part) -> list[Part]:
-        """The parts of all processes, by rank; waits for them."""
-        self._worker.set(f"part {self.rank}", json.dumps(to_plain(part)))
-        told = (self._worker.get(f"part {rank}") for rank in range(self.world))
-        return [from_plain(Part, json.loads(text)) for text in told]
+    def share[Told: (Part, Ending)](self, value: Told) -> list[Told]:
+        """What all processes share, by rank; waits for them. Once in a run for each type."""
+        kind = type(value)
+        self._worker.set(f"{kind.__name__} {self.rank}", json.dumps(to_plain(value)))
+        told = (self._worker.get(f"{kind.__name__} {rank}") for rank in range(self.world))
+        return [from_plain(kind, json.loads(text)) for text in told]
 
     def agree(self, name: str, facts: Mapping[str, Any]) -> None:
         """Raises ConfigError unless this process has the same facts as the first one.

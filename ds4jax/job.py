@@ -6,6 +6,7 @@ import hashlib
 import io
 import signal
 import threading
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -30,7 +31,7 @@ from ds4jax.checkpoint.state import (
 )
 from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.engine import Engine, PrefillReport, PrefillResult
-from ds4jax.hosts import Hosts
+from ds4jax.hosts import Ending, Hosts
 from ds4jax.run_config import RunConfig
 from ds4jax.text import Prompt, PromptError, Tokenizer, read_prompts
 
@@ -39,6 +40,7 @@ PROFILE_FILE = "profile.json"  # how often each expert was used: config.streamin
 PAGE_FILE = "report.html"  # the run as a person looks at it
 TIMELINE_FILE = "timeline.json"  # for chrome://tracing or Perfetto
 STATE_FOLDER = "state"
+LAST_WORDS_S = 1.0  # of the process that tells how far a stopped run came
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,7 @@ def run_job(job: PrefillJob, stream: IO[str], hosts: Hosts | None = None) -> dic
             reports.append(result.report)
             if job.config.prefill.save_state:
                 _save(folder / STATE_FOLDER / str(i), result, prompts[i], engine)
+        endings = None if hosts is None else hosts.share(_ending(engine, reports))
         interrupted = reports[-1].interrupted or len(reports) < len(prompts)
         if interrupted and not job.config.prefill.save_state:
             read = sum(part.tokens_read for part in reports)
@@ -103,7 +106,8 @@ def run_job(job: PrefillJob, stream: IO[str], hosts: Hosts | None = None) -> dic
             raise KeyboardInterrupt(
                 f"after {read} tokens; nothing was written{'' if hosts is not None else kept}"
             )
-        result = run_record(job, engine, prompts, reports, writers.complete(), interrupted)
+        outputs = writers.complete()
+        result = run_record(job, engine, prompts, reports, outputs, interrupted, endings)
         _write_accounts(folder, engine, reports, result)
         report.write_json(folder / report.RUN_FILE, result)
         return result
@@ -137,8 +141,12 @@ def _take_part(job: PrefillJob, hosts: Hosts) -> dict[str, Any]:
         writers = stack.enter_context(_Writers(Path()))
         results = _results(engine, prompts, None, events.ignore, writers, stop)
         reports = [result.report for result in results]
-    interrupted = reports[-1].interrupted or len(reports) < len(prompts)
-    return {"status": "interrupted" if interrupted else "complete"}
+        hosts.share(_ending(engine, reports))
+        if reports[-1].interrupted or len(reports) < len(prompts):
+            # JAX may abort the last process when another one ends: let it speak first.
+            time.sleep(LAST_WORDS_S)
+            raise KeyboardInterrupt("the last process says how far the run came")
+    return {"status": "complete"}
 
 
 def _write_accounts(
@@ -288,8 +296,14 @@ def run_record(
     reports: list[PrefillReport],
     outputs: dict[str, dict[str, Any]],
     interrupted: bool,
+    endings: Sequence[Ending] | None = None,
 ) -> dict[str, Any]:
-    """The content of run.json; keys of quantities end in their unit."""
+    """The content of run.json; keys of quantities end in their unit.
+
+    endings  of all processes; None for a run in one
+    """
+    endings = [_ending(engine, reports)] if endings is None else endings
+    peaks = [each.peak_bytes for each in endings]
     read = sum(part.tokens_read for part in reports)
     seconds = sum(part.seconds for part in reports)
     compiled = [part.compiled for part in reports]
@@ -317,9 +331,9 @@ def run_record(
                 "tokens_reused": part.tokens_reused,
                 "seconds_s": round(part.seconds, 6),
                 "rate_tokens_per_s": round(part.tokens_per_s, 3),
-                "state_bytes": part.state_bytes,
+                "state_bytes": sum(each.state_bytes[number] for each in endings),
             }
-            for prompt, part in zip(prompts, reports, strict=False)
+            for number, (prompt, part) in enumerate(zip(prompts, reports, strict=False))
         ],
         "tokens_read": read,
         "tokens_reused": sum(part.tokens_reused for part in reports),
@@ -333,12 +347,14 @@ def run_record(
             "available_bytes": engine.available_bytes,
         },
         "plan": accounts.plan_record(engine.plans, names),
-        "streaming": accounts.streaming_record(engine.plans, passes, engine.page_locking),
+        "streaming": accounts.streaming_record(
+            engine.plans, passes, [pins for each in endings for pins in each.page_locking]
+        ),
         "experts": accounts.experts_record(passes),
         "plan_error": accounts.plan_error(
             engine.plans,
             passes,
-            peak_bytes(engine),
+            None if None in peaks else sum(filter(None, peaks)),
             run_plan=None if interrupted else engine.run_plan,
             spans=[(part.tokens_reused, part.tokens_read) for part in reports],
             seconds=seconds,
@@ -347,15 +363,19 @@ def run_record(
     }
 
 
-def peak_bytes(engine: Engine) -> int | None:
-    """Most bytes that were in use on the engine's devices, summed up; None if one does not tell.
+def _ending(engine: Engine, reports: Sequence[PrefillReport]) -> Ending:
+    """What this process has to tell of the run."""
+    states = tuple(part.state_bytes for part in reports)
+    return Ending(states, peak_bytes(engine), engine.page_locking)
 
-    Devices of other processes do not.
-    """
+
+def peak_bytes(engine: Engine) -> int | None:
+    """Most bytes that were in use on this process's devices, summed up; None if one is silent."""
     here = jax.process_index()
     stats = [
-        None if device.platform == "cpu" or device.process_index != here else device.memory_stats()
+        None if device.platform == "cpu" else device.memory_stats()
         for device in dict.fromkeys(engine.devices)
+        if device.process_index == here
     ]
     peaks = [None if each is None else each.get("peak_bytes_in_use") for each in stats]
     return sum(filter(None, peaks)) if all(peaks) else None

@@ -128,8 +128,16 @@ def test_plans_are_the_same_after_the_journey(fraction):
     part = hosts.Part((plan,), (7,), 2**40)
     other = dataclasses.replace(part, device_ids=(2048,))
     second = hosts.Hosts(Worker(1, 2, values))
-    values["part 0"] = json.dumps(hosts.to_plain(part))
+    values["Part 0"] = json.dumps(hosts.to_plain(part))
     assert second.share(other) == [part, other]
+
+
+def test_endings_are_shared():
+    values: dict[str, str] = {}
+    pins = streaming.pinned.PinReport(100, 0, 0.5, 7, ("an error",))
+    told = [hosts.Ending((1, 2), 3, (pins,)), hosts.Ending((4, 5), None, ())]
+    values["Ending 0"] = json.dumps(hosts.to_plain(told[0]))
+    assert hosts.Hosts(Worker(1, 2, values)).share(told[1]) == told
 
 
 def test_reports_are_the_same_after_the_journey():
@@ -201,12 +209,14 @@ def command(tmp_path) -> list[str]:
     ]
 
 
-def start(processes: int, job: str, rank: int, command: list[str]) -> subprocess.Popen:
+def start(
+    processes: int, job: str, rank: int, command: list[str], grace_s: int = 2
+) -> subprocess.Popen:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDING_", "XLA_FLAGS"))}
     return subprocess.Popen(
         [
             sys.executable, "-m", "sharding.launcher", f"--processes={processes}",
-            "--heartbeat_s=0.2", "--grace_s=2",
+            "--heartbeat_s=0.2", f"--grace_s={grace_s}",
             "--", sys.executable, PROGRAM, job, str(rank), *command,
         ],
         env=environ | {"PYTHONPATH": str(ROOT)},
@@ -300,7 +310,7 @@ def test_a_handoff_that_does_not_come_ends_the_run(command):
 
 @pytest.mark.slow
 def test_an_interrupted_launcher_ends_processes_with_their_chunk(command, tmp_path):
-    code, out, err = finish(start(2, "interrupt", 1, command))
+    code, out, err = finish(start(2, "interrupt", 1, command, grace_s=60))
     assert (code, out) == (130, "")
     assert "the launcher of host 0 got SIGINT" in err
     assert re.search(r"stopped: after \d+ tokens; nothing was written", err), err

@@ -16,9 +16,11 @@ import pytest
 
 from ds4jax import engine as engines
 from ds4jax import events, testing
+from ds4jax.cache import state_bytes
 from ds4jax.checkpoint.source import config_text
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError
+from ds4jax.run_config import RunConfig
 from ds4jax.stages import Stage
 from streaming import StreamError
 from streaming.link import DeviceLink
@@ -291,6 +293,10 @@ def test_two_processes_give_the_bits_of_one_and_one_account(every_row, tmp_path)
     assert record["streaming"]["moved_experts"] == {"ram": 2 * 12 * 6}
     assert [row["layer"] for row in record["streaming"]["layers"]] == [*range(6)]
     assert record["plan_error"]["moved_error_bytes"] == 0
+    (prompt,) = record["prompts"]
+    capacity = engines.capacity_tokens(RunConfig(), CONFIG, len(IDS))
+    numerics = RunConfig().numerics.resolve()
+    assert prompt["state_bytes"] == state_bytes(CONFIG, numerics, capacity)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     layers = [json.loads(line) for line in lines if "layer_index" in line]
     assert [line["layer_index"] for line in layers] == [*range(6)] * 2
