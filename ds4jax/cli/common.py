@@ -24,15 +24,9 @@ class UsageError(ValueError):
     """A command line that cannot be run: names the flag and what was expected."""
 
 
-USER_ERRORS = (
-    CheckpointError,
-    ConfigError,
-    OutputError,
-    PlanError,
-    PromptError,
-    UsageError,
-    streaming.ReadError,
-)
+USER_ERRORS = (CheckpointError, ConfigError, OutputError, PlanError, PromptError, UsageError)
+# A checkpoint file that changes or fails during a run is the user's to mend as well.
+_MENDABLE = (*USER_ERRORS, streaming.ReadError)
 
 
 class _Help(Exception):
@@ -51,7 +45,7 @@ def exit_code(command: Callable[[Sequence[str]], int], argv: Sequence[str] | Non
     except _Help as help:
         print(help)
         return OK
-    except USER_ERRORS as error:
+    except _MENDABLE as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt as error:
@@ -74,7 +68,7 @@ def exit_code(command: Callable[[Sequence[str]], int], argv: Sequence[str] | Non
 def _user_error_behind(error: BaseException) -> BaseException | None:
     """What a user can mend, if that is why a thread that moves experts had to give up."""
     cause = error.__cause__
-    while cause is not None and not isinstance(cause, USER_ERRORS):
+    while cause is not None and not isinstance(cause, _MENDABLE):
         cause = cause.__cause__
     return cause
 
