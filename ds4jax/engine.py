@@ -245,6 +245,10 @@ class Engine:
         pinners = (stage.pool.pinner for stage in self._stages)
         return tuple(pinner.report() for pinner in pinners if pinner is not None)
 
+    def wide_experts(self) -> int:
+        """Experts of this process whose FP8 products take several passes."""
+        return sum(stage.pool.wide_experts() for stage in self._stages)
+
     @property
     def plan(self) -> Plan:
         """The plan of the first stage, which is the only one unless layers were split."""

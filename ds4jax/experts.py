@@ -8,7 +8,7 @@ gives every step of a run the slabs that its programs take.
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from ds4jax.checkpoint.source import CheckpointError, TensorSource
 from ds4jax.config import ModelConfig
 from ds4jax.moe import LayerSlabs
 from ds4jax.owners import ColdOwner, ParallelOwners
-from pallas_kernels.routed_experts import ExpertSlab
+from pallas_kernels.routed_experts import ExpertSlab, wide_experts
 from sharding.cost import PlanError
 from streaming import streamer as streamers
 from streaming import window as arithmetic
@@ -374,6 +374,21 @@ class ExpertPool:
         self._loaded_bytes += experts * self.layout.item_bytes
         self._on_bytes(self._loaded_bytes)
 
+    def wide_experts(self) -> int:
+        """Experts on the device and in host memory whose FP8 products take several passes.
+
+        See `routed_experts.wide_experts`; experts that are only on disk or at a neighbour are not
+        looked at.
+        """
+        slabs = [slab for layer in self.resident if layer for slab in layer[0]]
+        names = [component.name for component in self.layout.components]
+        for store in self.stores:
+            if isinstance(store, streaming.HostStore):
+                for layer, items in enumerate(store.order):
+                    for piece in store.pieces(layer, items):
+                        slabs.append(self._slab(dict(zip(names, piece.arrays, strict=True))))
+        return sum(int(wide_experts(slab).sum()) for slab in slabs)
+
     def start(self, steps: Sequence[streaming.Step]) -> streaming.Prediction | None:
         """Begins a run that visits `steps`; None when nothing is streamed."""
         return self.streamer.start(steps) if self.streamer is not None else None
@@ -430,20 +445,20 @@ class ExpertPool:
         assert self.streamer is not None
         taken = self.streamer.take(step, wave)
         slabs = [taken] if isinstance(taken, streaming.Slab) else taken
-        experts = tuple(
-            ExpertSlab(
-                slab.arrays["gate_up"],
-                slab.arrays.get("gate_up_scale"),
-                slab.arrays["down"],
-                slab.arrays.get("down_scale"),
-                self._format,
-            )
-            for slab in slabs
-        )
+        experts = tuple(self._slab(slab.arrays) for slab in slabs)
         if len(slabs) == 1:
             return experts, slabs[0].where
         rows = tuple(slab.rows for slab in slabs)
         return experts, _joined_where(tuple(slab.where for slab in slabs), rows)
+
+    def _slab(self, arrays: Mapping[str, jax.Array]) -> ExpertSlab:
+        return ExpertSlab(
+            arrays["gate_up"],
+            arrays.get("gate_up_scale"),
+            arrays["down"],
+            arrays.get("down_scale"),
+            self._format,
+        )
 
     def computed(self, step: int, wave: int, output: jax.Array, reached: jax.Array) -> None:
         """All programs that use a wave have been dispatched; see `streaming.Streamer.computed`."""

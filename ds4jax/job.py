@@ -351,6 +351,7 @@ def run_record(
             engine.plans, passes, [pins for each in endings for pins in each.page_locking]
         ),
         "experts": accounts.experts_record(passes),
+        "wide_scale_experts": engine.wide_experts() if engine.numerics.q1 else None,
         "plan_error": accounts.plan_error(
             engine.plans,
             passes,

@@ -60,6 +60,16 @@ def test_store_and_files_hold_the_bytes_of_the_loader(source):
         assert found == wanted
 
 
+def test_experts_of_wide_scales_are_counted_on_the_device_and_in_the_store(source, monkeypatch):
+    found = pool(source, 6)
+    try:
+        assert found.wide_experts() == 0
+        monkeypatch.setattr(experts, "wide_experts", lambda slab: np.ones(slab.experts, bool))
+        assert found.wide_experts() == LAYERS * EXPERTS
+    finally:
+        found.close()
+
+
 @pytest.mark.parametrize("tier", ["ram", "disk"])
 def test_residents_and_slabs_together_are_all_experts(source, tier):
     with_layers = range(FIRST, LAYERS)
