@@ -98,7 +98,6 @@ def run(
     """Takes `batch` through the layers of `steps`, one step per layer from batch.layer on.
 
     runner, pool  of the same layers; layers of steps and of the report count from their first one
-
     notes     of the device; brings the counts of experts to the host, and the ids where a step
               moves only those that its router asks for
     started   whether the pool has been started with these steps
@@ -107,11 +106,11 @@ def run(
     Raises MissingExpertError when a routed expert was in no slab of its step.
     """
     usage = streaming.Usage(len(runner.layers), runner.config.n_routed_experts)
-    notes.begin(pool.device)
     with _StepClock() as clock:
-        if not started:
-            pool.start(steps)
         try:
+            notes.begin(pool.device)
+            if not started:
+                pool.start(steps)
             visited = 0
             for number, step in enumerate(steps):
                 last = number + 1 == len(steps)
