@@ -251,6 +251,11 @@ class Hosts:
         if self._sender is not None:
             self._sender.flush()
 
+    def let_next_end(self) -> None:
+        """Waits until the process after has ended: JAX may abort it when this one ends first."""
+        if self._sender is not None:
+            self._sender.wait_closed()
+
     def close(self) -> None:
         """Closes the links; whoever waits for one gets HandoffError."""
         for end in (self._receiver, self._sender):

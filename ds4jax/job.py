@@ -6,7 +6,6 @@ import hashlib
 import io
 import signal
 import threading
-import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -40,7 +39,6 @@ PROFILE_FILE = "profile.json"  # how often each expert was used: config.streamin
 PAGE_FILE = "report.html"  # the run as a person looks at it
 TIMELINE_FILE = "timeline.json"  # for chrome://tracing or Perfetto
 STATE_FOLDER = "state"
-LAST_WORDS_S = 1.0  # of the process that tells how far a stopped run came
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +96,6 @@ def run_job(job: PrefillJob, stream: IO[str], hosts: Hosts | None = None) -> dic
             reports.append(result.report)
             if job.config.prefill.save_state:
                 _save(folder / STATE_FOLDER / str(i), result, prompts[i], engine)
-        endings = None if hosts is None else hosts.share(_ending(engine, reports))
         interrupted = reports[-1].interrupted or len(reports) < len(prompts)
         if interrupted and not job.config.prefill.save_state:
             read = sum(part.tokens_read for part in reports)
@@ -106,6 +103,7 @@ def run_job(job: PrefillJob, stream: IO[str], hosts: Hosts | None = None) -> dic
             raise KeyboardInterrupt(
                 f"after {read} tokens; nothing was written{'' if hosts is not None else kept}"
             )
+        endings = None if hosts is None else hosts.share(_ending(engine, reports))
         outputs = writers.complete()
         result = run_record(job, engine, prompts, reports, outputs, interrupted, endings)
         _write_accounts(folder, engine, reports, result)
@@ -141,11 +139,10 @@ def _take_part(job: PrefillJob, hosts: Hosts) -> dict[str, Any]:
         writers = stack.enter_context(_Writers(Path()))
         results = _results(engine, prompts, None, events.ignore, writers, stop)
         reports = [result.report for result in results]
-        hosts.share(_ending(engine, reports))
         if reports[-1].interrupted or len(reports) < len(prompts):
-            # JAX may abort the last process when another one ends: let it speak first.
-            time.sleep(LAST_WORDS_S)
+            hosts.let_next_end()
             raise KeyboardInterrupt("the last process says how far the run came")
+        hosts.share(_ending(engine, reports))
     return {"status": "complete"}
 
 

@@ -342,6 +342,12 @@ class Sender(_End):
         except (OSError, EOFError, ValueError) as error:
             raise self._failed("waiting for", step, error) from error
 
+    def wait_closed(self) -> None:
+        """Waits until the peer has closed its end; acknowledgements are dropped."""
+        with contextlib.suppress(OSError):
+            while self._link.recv(1 << 12):
+                pass
+
     def _await_acknowledged(self, open_units: int) -> None:
         while len(self._open) > open_units:
             raw = bytearray(_LENGTH.size)

@@ -157,6 +157,16 @@ class LinkTest(parameterized.TestCase):
             with self.assertRaisesRegex(HandoffError, "waiting for unit 0 .* within 0.05 s"):
                 sender.flush()
 
+    def test_the_end_of_the_peer_can_be_waited_for(self):
+        with link(depth=2) as (sender, receiver):
+            sender.send(0, 0)
+            thread, result = in_thread(sender.wait_closed)
+            self.assertEqual(receiver.receive(0), 0)
+            self.assertEqual(result, [])
+            receiver.close()
+            thread.join(WAIT_S)
+            self.assertEqual(result, [None])
+
     def test_close_releases_a_waiting_thread(self):
         with link() as (_, receiver):
 
