@@ -156,8 +156,9 @@ class TransferPayload:
 class PermutePayload:
     """A collective permute from `source` to `target`, of which one belongs to this process.
 
-    Both processes run the same program, which exists once per list of shapes. The links of a chain
-    cannot block each other: the producer enters an exchange whatever its own producer does.
+    Both processes run the same program, which exists once per shape, for one array after the other:
+    each end holds another array of that size meanwhile. The links of a chain cannot block each
+    other: the producer enters an exchange whatever its own producer does.
     """
 
     def __init__(self, source: jax.Device, target: jax.Device) -> None:
@@ -167,7 +168,7 @@ class PermutePayload:
         self._sharding = NamedSharding(mesh, P("link"))
         self._permute = jax.jit(
             jax.shard_map(
-                lambda arrays: [jax.lax.ppermute(x, "link", [(0, 1)]) for x in arrays],
+                lambda array: jax.lax.ppermute(array, "link", [(0, 1)]),
                 mesh=mesh,
                 in_specs=P("link"),
                 out_specs=P("link"),
@@ -180,7 +181,8 @@ class PermutePayload:
         return {}
 
     def push(self, link: socket.socket, arrays: list[jax.Array]) -> None:
-        self._exchange(arrays)
+        for array in arrays:
+            self._exchange(array)
 
     def take(
         self,
@@ -190,18 +192,19 @@ class PermutePayload:
         specs: list[jax.ShapeDtypeStruct],
         device: jax.Device,
     ) -> list[jax.Array]:
-        zeros = [jnp.zeros(spec.shape, spec.dtype, device=self._here) for spec in specs]
-        return jax.device_put(self._exchange(zeros), device)
-
-    def _exchange(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        """What this end gets for `arrays`: the source zeros, the target those of the source."""
-        whole = [
-            jax.make_array_from_single_device_arrays(
-                (2 * array.shape[0], *array.shape[1:]), self._sharding, [array]
-            )
-            for array in jax.device_put(arrays, self._here)
+        arrays = [
+            self._exchange(jnp.zeros(spec.shape, spec.dtype, device=self._here)) for spec in specs
         ]
-        return [array.addressable_data(0) for array in self._permute(whole)]
+        return jax.device_put(arrays, device)
+
+    def _exchange(self, array: jax.Array) -> jax.Array:
+        """What this end gets for `array`: the source zeros, the target that of the source."""
+        whole = jax.make_array_from_single_device_arrays(
+            (2 * array.shape[0], *array.shape[1:]),
+            self._sharding,
+            [jax.device_put(array, self._here)],
+        )
+        return self._permute(whole).addressable_data(0)
 
 
 @dataclasses.dataclass(frozen=True)
