@@ -449,7 +449,9 @@ def hyper_cases(sweep: bool) -> Iterator[Case]:
     comb = normal(15, CHUNK, FLASH.streams, FLASH.streams, dtype=jnp.float32)
     size = float(streams.nbytes)
     for variant, config in configs.items():
-        project = functools.partial(hyper_kernel.project, config=config, interpret=False)
+        project = functools.partial(
+            hyper_kernel.project, norm_eps=1e-6, config=config, interpret=False
+        )
         pre = functools.partial(hyper_kernel.pre, **SITE, config=config)
         post = functools.partial(hyper_kernel.post, config=config)
         yield Case("mHC projection", variant, project, (streams, fn), 0.0, size)
@@ -655,7 +657,7 @@ SWEEPS: dict[str, Any] = {
     "indexer": [(64, 128, 4, 2), (64, 128, 4, 4), (64, 64, 4, 4), (64, 256, 8, 3)],
     "top_k": [(8192, 1024), (16384, 2048), (4096, 1024), (4096, 512)],
     "hyper": [
-        {"project_stages": 4},
+        {"project_stages": 3},
         {"project_tokens": 128, "project_warps": 8},
         {"project_columns": 128, "project_stages": 3},
         {"pre_tokens": 4, "pre_columns": 512},

@@ -1,11 +1,10 @@
 """Pallas-Triton kernels of the hyper-connections; a site is bound by reading its streams.
 
 `pre` is two passes over the streams: the projection to the mixing logits (with the sum of squares
-in the same pass), stream by stream so that enough programs read at a time, then, for a few tokens a
-program, the maps and the weighted sum. `post` is one pass, in place. The products of the
-projection are exact: bfloat16 streams times the three bfloat16 terms that make up a float32 weight.
-What is left is the rounding of the tensor cores' float32 accumulation, which reaches 2e-5 of the
-logits over 16,384 channels (measured on an H200).
+in the same pass), then, for a few tokens a program, the maps and the weighted sum. `post` is one
+pass, in place. The products of the projection are exact: bfloat16 streams times the three bfloat16
+terms that make up a float32 weight. What is left is the rounding of the tensor cores' float32
+accumulation, which reaches 2e-5 of the logits over 16,384 channels (measured on an H200).
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ class Config:
     project_tokens: int = 64
     project_columns: int = 64
     project_warps: int = 4
-    project_stages: int = 3
+    project_stages: int = 4
     pre_tokens: int = 8
     pre_columns: int = 512
     pre_warps: int = 4
@@ -69,14 +68,13 @@ def pre(
     rows = streams.shape[0]
     streams = pad_rows(streams, math.lcm(config.pre_tokens, config.project_tokens))
     tokens, count, width = streams.shape
-    parts, squares = project(streams, fn, config=config, interpret=interpret)
+    mixes = project(streams, fn, norm_eps=norm_eps, config=config, interpret=interpret)
     results = pl.pallas_call(
         functools.partial(
             _pre_kernel,
             shape=(count, width),
             iterations=iterations,
             eps=eps,
-            norm_eps=norm_eps,
             rows=config.pre_tokens,
             columns=config.pre_columns,
         ),
@@ -86,22 +84,21 @@ def pre(
             jax.ShapeDtypeStruct((tokens, count, count), jnp.float32),
         ),
         grid=(tokens // config.pre_tokens,),
-        in_specs=[pl.no_block_spec] * 5,
+        in_specs=[pl.no_block_spec] * 4,
         out_specs=(pl.no_block_spec,) * 3,
         compiler_params=plt.CompilerParams(num_warps=config.pre_warps, num_stages=1),
         interpret=interpret,
         name="hyper_pre",
-    )(parts, squares, base, scale, streams)
+    )(mixes, base, scale, streams)
     return tuple(x[:rows] for x in results)
 
 
 def project(
-    streams: jax.Array, fn: jax.Array, *, config: Config, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    """What each stream adds to the mixing logits and to the sum of squares.
+    streams: jax.Array, fn: jax.Array, *, norm_eps: float, config: Config, interpret: bool
+) -> jax.Array:
+    """Mixing logits [T, rows of fn rounded up to a power of two] float32; the extra ones are zero.
 
-    Returns products [S, T, rows of fn rounded up to a power of two] (the extra ones are zero) and
-    squares [S, T], both float32. T is a multiple of config.project_tokens.
+    T is a multiple of config.project_tokens.
     """
     tokens, count, width = streams.shape
     padded = max(16, 1 << (fn.shape[0] - 1).bit_length())
@@ -109,17 +106,14 @@ def project(
     return pl.pallas_call(
         functools.partial(
             _project_kernel,
-            width=width,
+            norm_eps=norm_eps,
             rows=config.project_tokens,
             columns=config.project_columns,
         ),
-        out_shape=(
-            jax.ShapeDtypeStruct((count, tokens, padded), jnp.float32),
-            jax.ShapeDtypeStruct((count, tokens), jnp.float32),
-        ),
-        grid=(tokens // config.project_tokens, count),
+        out_shape=jax.ShapeDtypeStruct((tokens, padded), jnp.float32),
+        grid=(tokens // config.project_tokens,),
         in_specs=[pl.no_block_spec] * 2,
-        out_specs=(pl.no_block_spec,) * 2,
+        out_specs=pl.no_block_spec,
         compiler_params=plt.CompilerParams(
             num_warps=config.project_warps, num_stages=config.project_stages
         ),
@@ -138,17 +132,14 @@ def split3(x: jax.Array) -> jax.Array:
     return jnp.stack(terms)
 
 
-def _project_kernel(
-    streams_ref, terms_ref, parts_ref, squares_ref, *, width: int, rows: int, columns: int
-):
-    padded = terms_ref.shape[1]
+def _project_kernel(streams_ref, terms_ref, out_ref, *, norm_eps: float, rows: int, columns: int):
+    padded, width = terms_ref.shape[1:]
     outputs = jnp.arange(padded, dtype=jnp.int32)
     row = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
-    stream = pl.program_id(1)
 
     def step(index, carry):
         product, squares = carry
-        lanes = stream * width + index * columns + jnp.arange(columns, dtype=jnp.int32)
+        lanes = index * columns + jnp.arange(columns, dtype=jnp.int32)
         x = plt.load(streams_ref.at[row[:, None], lanes[None, :]])
         for term in range(3):
             product += jax.lax.dot_general(
@@ -166,8 +157,11 @@ def _project_kernel(
         step,
         (jnp.zeros((rows, padded), jnp.float32), jnp.zeros((rows,), jnp.float32)),
     )
-    plt.store(parts_ref.at[stream, row[:, None], outputs[None, :]], product)
-    plt.store(squares_ref.at[stream, row], squares)
+    factor = jax.lax.rsqrt(squares / width + norm_eps)
+    plt.store(
+        out_ref.at[row[:, None], outputs[None, :]],
+        product * factor[:, None],
+    )
 
 
 def _sigmoid(x):
@@ -175,8 +169,7 @@ def _sigmoid(x):
 
 
 def _pre_kernel(
-    parts_ref,
-    squares_ref,
+    mixes_ref,
     base_ref,
     scale_ref,
     streams_ref,
@@ -187,31 +180,22 @@ def _pre_kernel(
     shape: tuple[int, int],
     iterations: int,
     eps: float,
-    norm_eps: float,
     rows: int,
     columns: int,
 ):
     count, width = shape
     row = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
     index = jnp.arange(count, dtype=jnp.int32)
-    squares = sum(plt.load(squares_ref.at[j, row]) for j in range(count))
-    factor = jax.lax.rsqrt(squares / (count * width) + norm_eps)
-
-    def mixes(at, axes):
-        """Logits of the outputs `at`, which has `axes` axes: [rows, ...]."""
-        there = row.reshape(rows, *(1,) * axes)
-        total = sum(plt.load(parts_ref.at[j, there, at]) for j in range(count))
-        return total * factor.reshape(rows, *(1,) * axes)
 
     at = count + index
-    logits = mixes(at[None, :], 1) * scale_ref[1]
+    logits = plt.load(mixes_ref.at[row[:, None], at[None, :]]) * scale_ref[1]
     plt.store(
         post_ref.at[row[:, None], index[None, :]],
         2.0 * _sigmoid(logits + plt.load(base_ref.at[at])[None, :]),
     )
 
     at = 2 * count + index[:, None] * count + index[None, :]
-    logits = mixes(at[None], 2) * scale_ref[2]
+    logits = plt.load(mixes_ref.at[row[:, None, None], at[None]]) * scale_ref[2]
     comb = logits + plt.load(base_ref.at[at])[None]
     comb = jnp.exp(comb - jnp.max(comb, axis=2, keepdims=True))
     comb = comb / jnp.sum(comb, axis=2, keepdims=True) + eps
@@ -226,7 +210,10 @@ def _pre_kernel(
         jax.lax.fori_loop(0, iterations - 1, one_round, comb),
     )
 
-    weights = [_sigmoid(mixes(j, 0) * scale_ref[0] + base_ref[j]) + eps for j in range(count)]
+    weights = [
+        _sigmoid(plt.load(mixes_ref.at[row, j]) * scale_ref[0] + base_ref[j]) + eps
+        for j in range(count)
+    ]
 
     def step(index, _):
         lanes = index * columns + jnp.arange(columns, dtype=jnp.int32)
