@@ -83,13 +83,13 @@ CSV_COLUMNS = (
 
 
 # Seconds of this process so far by what JAX does on the way from a function to a program.
-PHASES: collections.Counter[str] = collections.Counter()
+PHASES: collections.defaultdict[str, float] = collections.defaultdict(float)
 
 
-def _count_phase(event: str, seconds: float, **_: object) -> None:
+def _count_phase(event: str, duration_secs: float, **_: object) -> None:
     name = event.rpartition("/")[2]
     if event.startswith(("/jax/core/compile/", "/jax/compilation_cache/")):
-        PHASES[name] += seconds
+        PHASES[name] += duration_secs
 
 
 jax.monitoring.register_event_duration_secs_listener(_count_phase)
