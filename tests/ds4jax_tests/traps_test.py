@@ -241,16 +241,16 @@ def padding_enters_the_block(original):
 
 def one_sided_transform(patch):
     """Hadamard on queries only: keys come as rows [N, Di], queries as [T, Hi, Di]."""
-    original = attention.Indexer.transform
+    original = indexer.mix_channels
     patch.setattr(
-        attention.Indexer,
-        "transform",
-        lambda self, x, numerics: original(self, x, numerics) if x.ndim == 3 else x,
+        indexer,
+        "mix_channels",
+        lambda x, *, quantise: original(x, quantise=quantise) if x.ndim == 3 else x,
     )
 
 
 def no_transform(patch):
-    patch.setattr(attention.Indexer, "transform", lambda self, x, numerics: x)
+    patch.setattr(indexer, "mix_channels", lambda x, *, quantise: x)
 
 
 def no_relu(original):
