@@ -141,15 +141,21 @@ def _project_kernel(streams_ref, terms_ref, out_ref, *, norm_eps: float, rows: i
         product, squares = carry
         lanes = index * columns + jnp.arange(columns, dtype=jnp.int32)
         x = plt.load(streams_ref.at[row[:, None], lanes[None, :]])
-        for term in range(3):
-            product += jax.lax.dot_general(
+        # Summed over the terms first, then added: the products are then complete before the step
+        # ends. As accumulator of the last product, `product` would still be in the making when
+        # Triton loads a later x over this one, whose buffer it takes for free once x was read for
+        # the squares.
+        terms = [
+            jax.lax.dot_general(
                 x,
                 plt.load(terms_ref.at[term, outputs[:, None], lanes[None, :]]),
                 (((1,), (1,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )
+            for term in range(3)
+        ]
         x = x.astype(jnp.float32)
-        return product, squares + jnp.sum(x * x, axis=1)
+        return product + (terms[0] + terms[1] + terms[2]), squares + jnp.sum(x * x, axis=1)
 
     product, squares = jax.lax.fori_loop(
         0,

@@ -194,11 +194,14 @@ def test_errors_name_the_argument():
 
 @pytest.mark.gpu1
 def test_on_the_gpu(distance):
-    operands = make(1, 300, width=4096)
+    operands = make(1, 8192, width=4096)
     got = run_pre(*operands, "sm90")
     wanted = run_pre(*operands, "reference")
     for values, right, limit in zip(got, wanted, (5e-3, 1e-4, 1e-4), strict=True):
         assert distance(values, right) < limit
+    for _ in range(20):  # a race in the projection showed in some runs only
+        for values, right in zip(run_pre(*operands, "sm90"), got, strict=True):
+            np.testing.assert_array_equal(values, right)
     again = run_pre(operands[0][100:101], *operands[1:], "sm90")
     for values, right in zip(again, got, strict=True):
         np.testing.assert_array_equal(values, right[100:101])
