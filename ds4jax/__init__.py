@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from ds4jax.cache import SequenceState
     from ds4jax.checkpoint.source import CheckpointError
     from ds4jax.config import PRESETS, ConfigError, ModelConfig, Numerics
-    from ds4jax.engine import Engine, PrefillResult, load
+    from ds4jax.engine import Engine, load
     from ds4jax.model import Transformer
+    from ds4jax.readings import PrefillResult
     from ds4jax.report import OutputError
     from ds4jax.run_config import RunConfig
     from ds4jax.text import PromptError
@@ -35,7 +36,7 @@ _PUBLIC = {
     "OutputError": "ds4jax.report",
     "PRESETS": "ds4jax.config",
     "PlanError": "sharding.cost",
-    "PrefillResult": "ds4jax.engine",
+    "PrefillResult": "ds4jax.readings",
     "PromptError": "ds4jax.text",
     "RunConfig": "ds4jax.run_config",
     "SequenceState": "ds4jax.cache",

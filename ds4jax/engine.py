@@ -26,22 +26,20 @@ from ds4jax.cache import (
 )
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint import load as loading
-from ds4jax.checkpoint.converted import ConvertedSource, is_converted
-from ds4jax.checkpoint.safetensors import open_checkpoint
+from ds4jax.checkpoint.open import open_source
 from ds4jax.checkpoint.source import TensorSource
-from ds4jax.checkpoint.synthetic import SyntheticSource
-from ds4jax.config import CONFIG_FOLDER, ConfigError, ModelConfig
+from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.costs import row_shapes
 from ds4jax.hosts import Handed, Hosts, Part
 from ds4jax.plan import Plan, RunPlan, plan_local
+from ds4jax.readings import Job, PrefillResult, Reading, Sink, Slice
 from ds4jax.report import versions
-from ds4jax.run_config import RunConfig, SyntheticConfig, leaves
-from ds4jax.runner import COMPILED, LogProbs, Runner, tiles
+from ds4jax.run_config import RunConfig, leaves
+from ds4jax.runner import COMPILED, Runner, tiles
 from ds4jax.stages import Piece, Stage, load_stages, merge_reports
 from ds4jax.text import PromptError
 from sharding import pipeline
 
-SYNTHETIC = "synthetic:"
 FIRST_CAPACITY = 8192  # tokens; state buffers grow from here by factors of 4
 
 # What another engine on the same weights may change, see `Engine.reconfigured`.
@@ -54,64 +52,6 @@ _OF_A_RUN = frozenset(
     )
 )
 
-# Takes named rows as they are made: "logits", or "logprobs", "top_logprobs" and "top_tokens".
-Sink = Callable[[str, np.ndarray], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefillReport:
-    """How one sequence was read.
-
-    numerics       the numerics setting, for example "bfloat16+q1+q2+q3"
-    tokens_read    tokens that went through the model; tokens_reused came with the state
-    seconds        wall time of all chunks, compilation and output included
-    chunks         one event per chunk
-    passes         how each micro-batch went that chunks of this sequence were part of
-    state_bytes    size of the state afterwards
-    interrupted    whether reading was stopped before the last token
-    """
-
-    name: str
-    numerics: str
-    tokens_read: int
-    tokens_reused: int
-    seconds: float
-    chunks: tuple[events.ChunkDone, ...]
-    passes: tuple[passes.PassReport, ...]
-    state_bytes: int
-    interrupted: bool
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens read per second of wall time; 0 when a stop came before the first ones."""
-        return self.tokens_read / self.seconds if self.seconds else 0.0
-
-    @property
-    def compiled(self) -> tuple[int, float]:
-        """Programs compiled while reading, and the seconds that took."""
-        chunks = self.chunks
-        return sum(c.compiled for c in chunks), sum(c.compile_seconds for c in chunks)
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefillResult:
-    """What reading a sequence gives.
-
-    logits    float32 [rows, V]: one row in mode "last", one per token read in mode "all"; None in
-              other modes and when a sink took the rows
-    logprobs  in mode "logprobs" without a sink
-    state     continues the sequence, see `Engine.prefill`; in a run of several processes each has
-              the layers of its own stages, and only the last one has logits and logprobs
-    paused    set when a stop came between two layers of a micro-batch: `Engine.prefill` takes it
-              up again; `state` then belongs to it
-    """
-
-    logits: np.ndarray | None
-    logprobs: LogProbs | None
-    state: SequenceState
-    report: PrefillReport
-    paused: PausedPass | None = None
-
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
@@ -123,81 +63,6 @@ class Generation:
     tokens: np.ndarray
     logits: np.ndarray
     state: SequenceState
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """One sequence to read, and its place in the run.
-
-    run_tokens  tokens of all sequences of the run; done_before those of the sequences before
-    """
-
-    ids: np.ndarray
-    name: str
-    index: int = 0
-    prompts: int = 1
-    done_before: int = 0
-    run_tokens: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Slice:
-    """A chunk of a job: tokens first..first + length, padded to `rows` rows."""
-
-    job: _Job
-    first: int
-    length: int
-    rows: int
-
-    @property
-    def ends(self) -> bool:
-        """Whether it is the last one of its job."""
-        return self.first + self.length == len(self.job.ids)
-
-    @property
-    def ids(self) -> np.ndarray:
-        """Its token ids, i32 [length]."""
-        return self.job.ids[self.first : self.first + self.length]
-
-    @property
-    def following(self) -> np.ndarray:
-        """The token after each row, i32 [rows]; -1 where there is none."""
-        following = np.full(self.rows, -1, np.int32)
-        after = self.job.ids[self.first + 1 : self.first + self.length + 1]
-        following[: len(after)] = after
-        return following
-
-    def piece(self, reused: int) -> Piece:
-        """What a stage needs to know of it; `reused` tokens of the sequence came with a state."""
-        return Piece(self.job.index, self.ids, reused + self.first, self.rows)
-
-
-class _Reading:
-    """What has been read of one job so far."""
-
-    def __init__(self, job: _Job, reused: int, sink: Sink | None):
-        self.job, self.reused, self.read = job, reused, 0
-        self.rows = _Rows()
-        self.put = sink or self.rows.append
-        self.chunks: list[events.ChunkDone] = []
-        self.passes: list[passes.PassReport] = []
-
-    def result(
-        self, numerics: str, state: SequenceState, paused: PausedPass | None
-    ) -> PrefillResult:
-        """The result as of now."""
-        report = PrefillReport(
-            name=self.job.name,
-            numerics=numerics,
-            tokens_read=self.read,
-            tokens_reused=self.reused,
-            seconds=sum(chunk.seconds for chunk in self.chunks),
-            chunks=tuple(self.chunks),
-            passes=tuple(self.passes),
-            state_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
-            interrupted=self.read < len(self.job.ids),
-        )
-        return PrefillResult(self.rows.logits(), self.rows.logprobs(), state, report, paused)
 
 
 class Engine:
@@ -321,7 +186,7 @@ class Engine:
         if paused is not None:
             state, donate_state = paused.state, True
         tokens = self._check_prompt(ids, name, state)
-        job = _Job(tokens, name, run_tokens=len(tokens))
+        job = Job(tokens, name, run_tokens=len(tokens))
         if state is not None:
             self._check_state(state)
             if not donate_state:
@@ -358,7 +223,7 @@ class Engine:
 
         befores = np.cumsum([0, *(len(tokens) for tokens in checked)]).tolist()
         jobs = [
-            _Job(tokens, name, index, len(checked), before, total)
+            Job(tokens, name, index, len(checked), before, total)
             for index, (tokens, name, before) in enumerate(
                 zip(checked, names, befores, strict=False)
             )
@@ -391,7 +256,7 @@ class Engine:
         chosen: list[int] = []
         logits: list[np.ndarray] = []
         for _ in range(count):
-            job = _Job(tokens, name, run_tokens=len(tokens))
+            job = Job(tokens, name, run_tokens=len(tokens))
             (result,) = self._read([job], state, "last", events.ignore, None, None, None)
             assert result.logits is not None
             logits.append(result.logits[0])
@@ -402,7 +267,7 @@ class Engine:
 
     def _read(
         self,
-        jobs: Sequence[_Job],
+        jobs: Sequence[Job],
         state: SequenceState | None,
         mode: str,
         on_event: events.Observer,
@@ -413,17 +278,17 @@ class Engine:
         """Reads checked sequences in micro-batches; consumes `state`, which is of the first one."""
         self._require_open()
         stopped = (lambda: False) if stop is None else stop.is_set
-        readings: dict[int, _Reading] = {}
+        readings: dict[int, Reading] = {}
         starts = {jobs[0].index: state}
 
-        def begin(slices: Sequence[_Slice]) -> None:
+        def begin(slices: Sequence[Slice]) -> None:
             """Makes room for the sequences that these chunks are the first of."""
             for job in {piece.job.index: piece.job for piece in slices}.values():
                 if job.index not in readings:
                     before = starts.pop(job.index, None)
                     reused = before.position if before is not None else 0
                     self._make_room(job.index, before, reused + len(job.ids))
-                    readings[job.index] = _Reading(job, reused, sink)
+                    readings[job.index] = Reading(job, reused, sink)
                     on_event(
                         events.PromptStarted(job.index, job.prompts, job.name, len(job.ids), reused)
                     )
@@ -455,7 +320,7 @@ class Engine:
 
     def _finished(
         self,
-        readings: dict[int, _Reading],
+        readings: dict[int, Reading],
         *,
         everything: bool,
         paused: Mapping[int, PausedPass] | None = None,
@@ -468,7 +333,7 @@ class Engine:
                 state = held.state if held is not None else self._state_of(reading)
                 yield readings.pop(index).result(str(self.numerics), state, held)
 
-    def _state_of(self, reading: _Reading) -> SequenceState:
+    def _state_of(self, reading: Reading) -> SequenceState:
         """Takes the state of a sequence out of the stages."""
         layers: list[Any] = [None] * self.model_config.num_hidden_layers
         for stage in self._stages:
@@ -476,10 +341,10 @@ class Engine:
         return SequenceState(reading.reused + reading.read, tuple(layers))
 
     def _micro_batches(
-        self, jobs: Sequence[_Job], paused: PausedPass | None
-    ) -> Iterator[list[_Slice]]:
+        self, jobs: Sequence[Job], paused: PausedPass | None
+    ) -> Iterator[list[Slice]]:
         """The chunks of all jobs in order, as many at a time as pass through a layer together."""
-        batch: list[_Slice] = []
+        batch: list[Slice] = []
         for length in paused.tokens if paused is not None else ():
             begun = sum(piece.length for piece in batch)
             batch.append(self._slice(jobs[0], begun, length))
@@ -499,14 +364,14 @@ class Engine:
         if batch:
             yield batch
 
-    def _slice(self, job: _Job, first: int, length: int) -> _Slice:
-        return _Slice(job, first, length, next(n for n in self.row_shapes if n >= length))
+    def _slice(self, job: Job, first: int, length: int) -> Slice:
+        return Slice(job, first, length, next(n for n in self.row_shapes if n >= length))
 
     def _read_batch(
         self,
-        slices: Sequence[_Slice],
-        following: Sequence[_Slice] | None,
-        readings: Mapping[int, _Reading],
+        slices: Sequence[Slice],
+        following: Sequence[Slice] | None,
+        readings: Mapping[int, Reading],
         mode: str,
         on_event: events.Observer,
         stopped: Callable[[], bool],
@@ -562,7 +427,7 @@ class Engine:
 
     def _tell_pass(
         self,
-        slices: Sequence[_Slice],
+        slices: Sequence[Slice],
         report: passes.PassReport,
         end_layer: int,
         on_event: events.Observer,
@@ -572,9 +437,9 @@ class Engine:
 
     def _deliver_batch(
         self,
-        slices: Sequence[_Slice],
+        slices: Sequence[Slice],
         streams: Sequence[jax.Array],
-        readings: Mapping[int, _Reading],
+        readings: Mapping[int, Reading],
         mode: str,
         on_event: events.Observer,
         report: passes.PassReport,
@@ -730,8 +595,8 @@ class _Pipelined:
     def __init__(
         self,
         engine: Engine,
-        batches: Sequence[list[_Slice]],
-        readings: Mapping[int, _Reading],
+        batches: Sequence[list[Slice]],
+        readings: Mapping[int, Reading],
         mode: str,
         on_event: events.Observer,
         stopped: Callable[[], bool],
@@ -743,7 +608,7 @@ class _Pipelined:
         self._last_s = 0.0
         self._cut = len(batches)  # the first micro-batch that a stop keeps from being read
 
-    def drive(self, begin: Callable[[Sequence[_Slice]], None]) -> None:
+    def drive(self, begin: Callable[[Sequence[Slice]], None]) -> None:
         """Reads all micro-batches, up to a stop; errors of a stage are raised as they are."""
         hosts = self.engine._hosts
 
@@ -838,28 +703,6 @@ class _Pipelined:
             wall,
             COMPILED.measure(),
         )
-
-
-class _Rows:
-    """Collects output rows in host memory when no sink takes them."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, list[np.ndarray]] = {}
-
-    def append(self, name: str, rows: np.ndarray) -> None:
-        self._parts.setdefault(name, []).append(rows)
-
-    def _joined(self, name: str) -> np.ndarray:
-        return np.concatenate(self._parts[name])
-
-    def logits(self) -> np.ndarray | None:
-        return self._joined("logits") if "logits" in self._parts else None
-
-    def logprobs(self) -> LogProbs | None:
-        if "logprobs" not in self._parts:
-            return None
-        names = ("logprobs", "top_logprobs", "top_tokens")
-        return LogProbs(*(self._joined(name) for name in names))
 
 
 def load(
@@ -1003,32 +846,6 @@ def as_run_config(
 def _leaf(config: RunConfig, key: str) -> Any:
     """The value of a dotted key."""
     return functools.reduce(getattr, key.split(".")[1:], config)
-
-
-def open_source(
-    checkpoint: str | PathLike[str], synthetic: SyntheticConfig | None = None
-) -> TensorSource:
-    """The tensors of a checkpoint, by what `--checkpoint` says.
-
-    A folder in the published format or one that `convert` wrote; or "synthetic:NAME" for random
-    weights of configs/models/NAME.json, or "synthetic:FILE.json" for those of any model config;
-    `synthetic` says how these are made.
-    """
-    spec = str(checkpoint)
-    if not spec.startswith(SYNTHETIC):
-        return ConvertedSource(spec) if is_converted(spec) else open_checkpoint(spec)
-    name = spec.removeprefix(SYNTHETIC)
-    options = dataclasses.asdict(synthetic or SyntheticConfig())
-    if name.endswith(".json"):
-        return SyntheticSource(ModelConfig.from_json(name), seed=0, **options)
-    folder = CONFIG_FOLDER / "models"
-    known = sorted(path.stem for path in folder.glob("*.json"))
-    if name not in known:
-        raise ConfigError(
-            f"--checkpoint: {spec} names no model config, expected synthetic:FILE.json or one of "
-            f"{', '.join(SYNTHETIC + name for name in known)}"
-        )
-    return SyntheticSource(ModelConfig.from_json(folder / f"{name}.json"), seed=0, **options)
 
 
 def capacity_tokens(config: RunConfig, model_config: ModelConfig, tokens: int) -> int:

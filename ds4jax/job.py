@@ -18,6 +18,7 @@ from ds4jax import accounts, events, page, report
 from ds4jax import engine as engines
 from ds4jax.cache import PausedPass, SequenceState
 from ds4jax.checkpoint.load import fingerprint
+from ds4jax.checkpoint.open import open_source
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.checkpoint.state import (
     RECORD_NAME,
@@ -29,8 +30,9 @@ from ds4jax.checkpoint.state import (
     saved_bytes,
 )
 from ds4jax.config import ConfigError, ModelConfig
-from ds4jax.engine import Engine, PrefillReport, PrefillResult
+from ds4jax.engine import Engine
 from ds4jax.hosts import Ending, Hosts
+from ds4jax.readings import PrefillReport, PrefillResult
 from ds4jax.run_config import RunConfig
 from ds4jax.text import Prompt, PromptError, Tokenizer, read_prompts
 
@@ -69,7 +71,7 @@ def run_job(job: PrefillJob, stream: IO[str], hosts: Hosts | None = None) -> dic
         if not hosts.last:
             return _take_part(job, hosts)
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(engines.open_source(job.checkpoint, job.config.synthetic))
+        source = stack.enter_context(open_source(job.checkpoint, job.config.synthetic))
         prompts = read_prompts(job.config.prompt, lambda: Tokenizer(job.checkpoint))
         _check_prompts(prompts, source.config, job)
         begun = None
@@ -128,7 +130,7 @@ def _check_hosts(job: PrefillJob) -> None:
 def _take_part(job: PrefillJob, hosts: Hosts) -> dict[str, Any]:
     """What a process without the head does: the layers of its stages, for all prompts."""
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(engines.open_source(job.checkpoint, job.config.synthetic))
+        source = stack.enter_context(open_source(job.checkpoint, job.config.synthetic))
         prompts = read_prompts(job.config.prompt, lambda: Tokenizer(job.checkpoint))
         _check_prompts(prompts, source.config, job)
         lengths = [len(prompt.ids) for prompt in prompts]

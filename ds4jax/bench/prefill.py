@@ -51,10 +51,11 @@ from ds4jax import engine as engines
 from ds4jax.bench import manifest, ops
 from ds4jax.checkpoint.synthetic import prompt_ids
 from ds4jax.cli import common
-from ds4jax.engine import Engine, PrefillResult
+from ds4jax.engine import Engine
 from ds4jax.flags import config_from_flags, define_config_flags
 from ds4jax.job import PrefillJob, run_record
 from ds4jax.passes import PassReport
+from ds4jax.readings import PrefillResult
 from ds4jax.run_config import RunConfig
 from ds4jax.text import Prompt
 

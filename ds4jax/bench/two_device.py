@@ -40,6 +40,7 @@ from ds4jax import engine as engines
 from ds4jax import report
 from ds4jax.bench import links, overlap
 from ds4jax.checkpoint import keys
+from ds4jax.checkpoint.open import open_source
 from ds4jax.cli import common
 from ds4jax.engine import Engine
 from ds4jax.moe import Routing
@@ -277,7 +278,7 @@ def _predict(
     bench: Bench, length: int, one: Mapping[str, Any], micro: int, streamed: int
 ) -> split.Plan:
     """The planner's price of the two stages, from the layers' times on one device."""
-    chunks, source = -(-length // bench.chunk), engines.open_source(bench.checkpoint)
+    chunks, source = -(-length // bench.chunk), open_source(bench.checkpoint)
     config = source.config
     item = _item_bytes(bench)
     passes = -(-chunks * bench.chunk // micro)
@@ -312,7 +313,7 @@ def _predict(
 
 
 def _item_bytes(bench: Bench) -> int:
-    source = engines.open_source(bench.checkpoint)
+    source = open_source(bench.checkpoint)
     return keys.expert_bytes(source.config, source.infos())
 
 
@@ -456,7 +457,7 @@ def _child_environment(bench: Bench, fraction: str) -> dict[str, str]:
 def section_processes(bench: Bench) -> dict[str, Any]:
     """Two processes with a stage each: the same bits; then one is killed in the middle."""
     length = bench.lengths[min(1, len(bench.lengths) - 1)]
-    vocabulary = engines.open_source(bench.checkpoint).config.vocab_size
+    vocabulary = open_source(bench.checkpoint).config.vocab_size
     with tempfile.TemporaryDirectory() as folder:
         prompts = [Path(folder) / f"{n}.npy" for n in ("whole", "killed")]
         for path, tokens in zip(prompts, (length, max(bench.lengths)), strict=True):

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from absl import flags
 
 from ds4jax.checkpoint.convert import convert
+from ds4jax.checkpoint.open import open_source
 from ds4jax.cli import common
-from ds4jax.engine import open_source
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from absl import flags
 
 from ds4jax.checkpoint import keys
+from ds4jax.checkpoint.open import open_source
 from ds4jax.cli import common
 from ds4jax.config import ModelConfig
-from ds4jax.engine import open_source
 
 GIB = 2**30
 

@@ -18,8 +18,9 @@ from absl import flags
 
 from ds4jax import accounts
 from ds4jax.checkpoint import keys
+from ds4jax.checkpoint.open import open_source
 from ds4jax.cli import common
-from ds4jax.engine import capacity_tokens, open_source
+from ds4jax.engine import capacity_tokens
 from ds4jax.flags import config_from_flags, define_config_flags
 from ds4jax.machine import planned_machine
 from ds4jax.plan import RunPlan, binding, plan_run, stage_indices

@@ -11,6 +11,7 @@ import pytest
 import ds4jax
 from ds4jax import engine as engines
 from ds4jax import events, testing
+from ds4jax.checkpoint.open import open_source
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError
 from ds4jax.run_config import RunConfig
@@ -271,12 +272,12 @@ def test_closed_engine_says_so():
 
 
 def test_sources_are_found_by_what_the_checkpoint_argument_says(tmp_path):
-    with engines.open_source("synthetic:flash") as source:
+    with open_source("synthetic:flash") as source:
         assert source.config.num_hidden_layers == 43
     with pytest.raises(ConfigError, match="synthetic:flsh names no model config, expected"):
-        engines.open_source("synthetic:flsh")
+        open_source("synthetic:flsh")
     with pytest.raises(ConfigError, match=r"no\.json does not exist"):
-        engines.open_source(f"synthetic:{tmp_path / 'no.json'}")
+        open_source(f"synthetic:{tmp_path / 'no.json'}")
 
 
 def test_configuration_comes_in_four_forms(tmp_path):

@@ -14,6 +14,7 @@ from ds4jax import accounts, admission, peers, testing
 from ds4jax import engine as engines
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError
+from ds4jax.readings import PrefillResult
 from ds4jax.run_config import PeerConfig, RunConfig
 from sharding.cost import PlanError
 from streaming import StreamError
@@ -36,7 +37,7 @@ def load(**overrides) -> engines.Engine:
     return ds4jax.load(SOURCE, keys, prompt_tokens=len(IDS))
 
 
-def sha(result: engines.PrefillResult) -> str:
+def sha(result: PrefillResult) -> str:
     digest = hashlib.sha256(result.logits.tobytes())
     for leaf in jax.tree.leaves(result.state):
         digest.update(np.asarray(leaf).tobytes())

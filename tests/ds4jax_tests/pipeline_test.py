@@ -20,6 +20,7 @@ from ds4jax.cache import state_bytes
 from ds4jax.checkpoint.source import config_text
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError
+from ds4jax.readings import PrefillResult
 from ds4jax.run_config import RunConfig
 from ds4jax.stages import Stage
 from streaming import StreamError
@@ -40,7 +41,7 @@ def load(**overrides: object) -> engines.Engine:
     return engines.load(SOURCE, keys, prompt_tokens=len(IDS))
 
 
-def sha(result: engines.PrefillResult) -> str:
+def sha(result: PrefillResult) -> str:
     digest = hashlib.sha256(result.logits.tobytes())
     for leaf in jax.tree.leaves(result.state):
         digest.update(np.asarray(leaf).tobytes())

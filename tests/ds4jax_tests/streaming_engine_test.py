@@ -17,6 +17,7 @@ from ds4jax import events, testing
 from ds4jax.activations import Moved
 from ds4jax.checkpoint.state import load_paused, save_paused
 from ds4jax.checkpoint.synthetic import SyntheticSource
+from ds4jax.readings import PrefillResult
 from sharding.cost import PlanError
 from streaming import ReadError, StreamError
 from streaming.disk import PreadReader
@@ -105,7 +106,7 @@ def load(checkpoint=SOURCE, tokens: int = len(IDS), owners: int = 1, **streaming
     return ds4jax.load(checkpoint, config, prompt_tokens=tokens)
 
 
-def sha(result: engines.PrefillResult) -> str:
+def sha(result: PrefillResult) -> str:
     """Logits and state in one hash."""
     digest = hashlib.sha256(result.logits.tobytes())
     for leaf in jax.tree.leaves(result.state):
@@ -137,7 +138,7 @@ def item_bytes(engine: engines.Engine) -> int:
     return engine._stages[0].pool.layout.item_bytes
 
 
-def check_ledgers(engine: engines.Engine, result: engines.PrefillResult) -> None:
+def check_ledgers(engine: engines.Engine, result: PrefillResult) -> None:
     """Every pass moved what it was predicted to, or, where the router decides, what it used."""
     plan, size = engine.plan.experts, item_bytes(engine)
     streamed = [list(items) for items in plan.residency.streamed]
@@ -165,7 +166,7 @@ def check_ledgers(engine: engines.Engine, result: engines.PrefillResult) -> None
         assert ledger.peak_live_bytes <= ledger.budget_bytes == plan.slab_bytes
 
 
-def check_activations(cell: Cell, engine: engines.Engine, result: engines.PrefillResult) -> None:
+def check_activations(cell: Cell, engine: engines.Engine, result: PrefillResult) -> None:
     """What left for host memory and came back, apart from the ledgers' bytes."""
     plan, moved = engine.plan, sum((r.activations for r in result.report.passes), start=Moved())
     assert plan.activations == cell.activations
