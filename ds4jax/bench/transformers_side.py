@@ -47,9 +47,17 @@ def build(raw: dict[str, Any], experts: str, device: str) -> Any:
             attn_implementation="eager",
             experts_implementation=experts,
         )
-    wide = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    # Older versions list norms whose float32 weights make float32 activations, which their own
+    # bfloat16 linears refuse.
+    norm = model.model.norm.float()
+    if norm(torch.zeros(1, config.hidden_size, device=device, dtype=torch.bfloat16)).dtype != (
+        torch.bfloat16
+    ):
+        wide -= {name for name in wide if name.endswith("norm")}
+        norm.to(torch.bfloat16)
     for name, parameter in model.named_parameters():
-        if any(part in name.split(".") for part in wide):
+        if wide.intersection(name.split(".")):
             parameter.data = parameter.data.float()
     return model.eval()
 
