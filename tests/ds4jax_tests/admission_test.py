@@ -6,7 +6,8 @@ import jax
 import pytest
 
 import ds4jax
-from ds4jax import admission, cache, engine, testing
+from ds4jax import admission, cache, testing
+from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import PRESETS, ModelConfig
 
 GIB = 2**30
@@ -99,7 +100,7 @@ def test_real_model_on_a_small_machine_is_refused_and_not_tried(name, monkeypatc
 def test_state_that_does_not_fit_is_refused_when_the_length_is_known(monkeypatch):
     monkeypatch.setattr(admission, "host_bytes", lambda: 200 * 2**20)
     config = {"numerics.preset": "oracle", "prefill.chunk_tokens": 16}
-    source = engine.SyntheticSource(testing.tiny_config(), seed=0)
+    source = SyntheticSource(testing.tiny_config(), seed=0)
     with ds4jax.load(source, config) as loaded:
         monkeypatch.setattr(admission, "host_bytes", lambda: 80 * 2**20)
         with pytest.raises(admission.PlanError, match="the state of 1048576 tokens needs"):
