@@ -10,7 +10,6 @@ stop.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import signal
@@ -29,6 +28,7 @@ from ds4jax import plan as planning
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import ConfigError
 from ds4jax.passes import PassReport
+from ds4jax.report import token_hash
 from ds4jax.run_config import PipelineConfig, RunConfig
 from sharding import handoff, launcher
 from streaming.pinned import PinReport
@@ -183,7 +183,7 @@ class Hosts:
     def agree_on_prompts(self, ids: Sequence[np.ndarray]) -> None:
         """Raises ConfigError unless all processes are about to read the same tokens."""
         self._requests += 1
-        hashes = [hashlib.sha256(np.ascontiguousarray(part, "<i4")).hexdigest() for part in ids]
+        hashes = [token_hash(part) for part in ids]
         self.agree(f"prompts {self._requests}", {"the tokens of the prompts": hashes})
 
     def connect(self, devices: Sequence[jax.Device], options: PipelineConfig) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import io
 import signal
 import threading
@@ -325,7 +324,7 @@ def run_record(
         "prompts": [
             {
                 "name": part.name,
-                "prompt_sha256": token_hash(prompt.ids),
+                "prompt_sha256": report.token_hash(prompt.ids),
                 "tokens_read": part.tokens_read,
                 "tokens_reused": part.tokens_reused,
                 "seconds_s": round(part.seconds, 6),
@@ -415,11 +414,6 @@ def _streaming_lines(streamed: Mapping[str, Any] | None) -> list[str]:
         f"{streamed['compute_busy_s']:.1f} s of computing{hidden}, {streamed['stall_s']:.1f} s of "
         "waiting for experts"
     ]
-
-
-def token_hash(ids: np.ndarray) -> str:
-    """sha256 of token ids as little-endian int32."""
-    return hashlib.sha256(np.ascontiguousarray(ids, "<i4").tobytes()).hexdigest()
 
 
 @contextlib.contextmanager

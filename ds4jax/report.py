@@ -20,6 +20,16 @@ RUN_SCHEMA = "ds4jax.run/1"
 RUN_FILE = "run.json"
 
 
+def array_hash(array: np.ndarray, dtype: str) -> str:
+    """sha256 of the values of `array` as the little-endian `dtype`, in C order."""
+    return hashlib.sha256(np.ascontiguousarray(array, dtype).tobytes()).hexdigest()
+
+
+def token_hash(ids: np.ndarray) -> str:
+    """sha256 of token ids as little-endian int32."""
+    return array_hash(ids, "<i4")
+
+
 class OutputError(ValueError):
     """The output cannot be written as asked: names the path, what is wrong and what to do."""
 

@@ -1,16 +1,19 @@
 """Test doubles for users and for this package's own tests: a tiny model on disk, a fake clock."""
 
+import hashlib
 import json
 import os
 import pathlib
 from typing import Literal
 
+import jax
 import numpy as np
 
 from ds4jax.checkpoint import keys, safetensors
 from ds4jax.checkpoint.source import TensorInfo, TensorSource, config_text
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ModelConfig, RopeScaling
+from ds4jax.readings import PrefillResult
 from pallas_kernels.codecs import host
 
 # Special tokens come first, so that bos and eos have the ids of the released models.
@@ -207,3 +210,12 @@ class FakeClock:
     def sleep(self, seconds: float) -> None:
         """Returns at once with the clock moved forward."""
         self.advance(seconds)
+
+
+def result_hash(result: PrefillResult) -> str:
+    """sha256 of the logits and of every array of the state: equal for equal bits."""
+    assert result.logits is not None
+    digest = hashlib.sha256(result.logits.tobytes())
+    for leaf in jax.tree.leaves(result.state):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()

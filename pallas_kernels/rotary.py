@@ -7,9 +7,22 @@ anyway: over all heads of a chunk each step would read and write as much as the 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import codecs
+from pallas_kernels import checks, codecs
 
 Table = tuple[jax.Array, jax.Array]  # cos and sin [T, R / 2] float32 of every token
+
+
+def check(shapes: checks.Shapes, table: Table | None, q: jax.Array) -> None:
+    """Raises ValueError unless `table` can rotate q [T, H, K]; None can."""
+    if table is None:
+        return
+    shapes.bind("cos", table[0], "TR", checks.FLOAT32)
+    shapes.bind("sin", table[1], "TR", checks.FLOAT32)
+    if 2 * table[0].shape[1] > q.shape[2]:
+        raise ValueError(
+            f"{shapes.operation}: cos has {table[0].shape[1]} channel pairs, expected at most "
+            f"{q.shape[2] // 2} (q has {q.shape[2]} channels)"
+        )
 
 
 def head_norm(x: jax.Array, eps: float) -> jax.Array:

@@ -29,7 +29,6 @@ import cProfile
 import csv
 import dataclasses
 import gc
-import hashlib
 import os
 import pstats
 import statistics
@@ -507,7 +506,7 @@ def output_hash(result: PrefillResult) -> str:
     assert result.logits is not None
     if not np.isfinite(result.logits).all():
         raise UnsteadyOutput("the logits are not finite")
-    return hashlib.sha256(np.ascontiguousarray(result.logits, "<f4").tobytes()).hexdigest()
+    return report.array_hash(result.logits, "<f4")
 
 
 def _row(arm: Arm, prompt: np.ndarray, warm: WarmUp, runs: Sequence[Timed]) -> dict[str, Any]:
@@ -521,7 +520,7 @@ def _row(arm: Arm, prompt: np.ndarray, warm: WarmUp, runs: Sequence[Timed]) -> d
     return {
         "arm": arm.name,
         "prompt_tokens": len(prompt),
-        "prompt_sha256": hashlib.sha256(np.ascontiguousarray(prompt, "<i4").tobytes()).hexdigest(),
+        "prompt_sha256": report.token_hash(prompt),
         "numerics": str(engine.numerics),
         "chunk_tokens": arm.config.prefill.chunk_tokens,
         "tokens_read": result.report.tokens_read,

@@ -16,7 +16,6 @@ with one device the pipeline has both of its stages there.
 import contextlib
 import dataclasses
 import gc
-import hashlib
 import json
 import os
 import signal
@@ -159,7 +158,7 @@ def logits_hash(logits: np.ndarray) -> str:
     """sha256 of logits as little-endian float32; FloatingPointError unless they are finite."""
     if not np.isfinite(logits).all():
         raise FloatingPointError("the logits are not finite")
-    return hashlib.sha256(np.ascontiguousarray(logits, "<f4").tobytes()).hexdigest()
+    return report.array_hash(logits, "<f4")
 
 
 def section_links(bench: Bench) -> dict[str, Any]:

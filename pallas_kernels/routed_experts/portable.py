@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import codecs
 from pallas_kernels.routed_experts.ordering import RowOrder, RowTiles, order_rows, row_tiles
-from pallas_kernels.routed_experts.slab import ExpertSlab
+from pallas_kernels.routed_experts.slab import ExpertSlab, unreadable
 from pallas_kernels.routed_experts.tiling import MINIMUM_BLOCK, LayerTiling, Tiling
 
 _PAIRS = 32  # pairs of neighbours in a block of 64 channels
@@ -33,15 +33,7 @@ _PAIRS = 32  # pairs of neighbours in a block of 64 channels
 
 def unsupported(x: jax.Array, slabs: tuple[ExpertSlab, ...]) -> str | None:
     """Why these operands cannot be served here; None when they can."""
-    if x.dtype != jnp.bfloat16:
-        return f"x is {x.dtype}, the kernels compute in bfloat16"
-    for index, slab in enumerate(slabs):
-        if slab.format not in ("fp4", "bf16"):
-            return f"slab {index} is {slab.format}, the kernels read fp4 and bf16"
-        for name, size in (("D", slab.hidden), ("F", slab.width)):
-            if size % MINIMUM_BLOCK:
-                return f"slab {index} has {name}={size}, expected a multiple of {MINIMUM_BLOCK}"
-    return None
+    return unreadable(x, slabs, ("fp4", "bf16"), MINIMUM_BLOCK)
 
 
 def expert_slots(

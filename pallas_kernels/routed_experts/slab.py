@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -108,3 +109,18 @@ class ExpertSlab:
         half_scales = jnp.stack(jnp.split(gate_up_scale, 2))
         gate_up = codecs.decode_fp8(halves, half_scales, dtype).reshape(gate_up.shape)
         return gate_up, codecs.decode_fp8(down, down_scale, dtype)
+
+
+def unreadable(
+    x: jax.Array, slabs: Sequence[ExpertSlab], formats: Sequence[str], multiple: int
+) -> str | None:
+    """Why kernels for bfloat16 x, slabs of `formats` and widths of `multiple` cannot read these."""
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}, the kernels compute in bfloat16"
+    for index, slab in enumerate(slabs):
+        if slab.format not in formats:
+            return f"slab {index} is {slab.format}, the kernels read {' and '.join(formats)}"
+        for name, size in (("D", slab.hidden), ("F", slab.width)):
+            if size % multiple:
+                return f"slab {index} has {name}={size}, expected a multiple of {multiple}"
+    return None

@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels.routed_experts import sm90_fragments
 from pallas_kernels.routed_experts.arrange import arrange
 from pallas_kernels.routed_experts.ordering import RowOrder, order_rows
-from pallas_kernels.routed_experts.slab import ExpertSlab
+from pallas_kernels.routed_experts.slab import ExpertSlab, unreadable
 from pallas_kernels.routed_experts.sm90_kernel import (
     ROW_GRAIN,
     Product,
@@ -28,15 +28,7 @@ MULTIPLE = 512  # of D and F: scale bytes are copied 16 at a time
 
 def unsupported(x: jax.Array, slabs: tuple[ExpertSlab, ...]) -> str | None:
     """Why these operands cannot be served here; None when they can."""
-    if x.dtype != jnp.bfloat16:
-        return f"x is {x.dtype}, the kernels take bfloat16"
-    for index, slab in enumerate(slabs):
-        if slab.format != "fp4":
-            return f"slab {index} is {slab.format}, the kernels read fp4"
-        for name, size in (("D", slab.hidden), ("F", slab.width)):
-            if size % MULTIPLE:
-                return f"slab {index} has {name}={size}, expected a multiple of {MULTIPLE}"
-    return None
+    return unreadable(x, slabs, ("fp4",), MULTIPLE)
 
 
 def expert_slots(

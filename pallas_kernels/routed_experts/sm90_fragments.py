@@ -104,6 +104,20 @@ def _byte(scales_ref, row, group):
     return arith.extui(_i32(), _load(i8, _offset(utils.memref_ptr(scales_ref), at), 1))
 
 
+def _halves(word):
+    """Both halves of 8 codes: a byte selector of their magnitudes, and the codes themselves."""
+    magnitudes = arith.andi(word, _c(0x77777777))
+    yield magnitudes, word
+    yield arith.shrui(magnitudes, _c(16)), arith.shrui(word, _c(16))
+
+
+def _signs(half):
+    """The signs of the 4 lower codes, as the top bits of 4 bytes."""
+    # Bytes 0x80, or 0xFF where the nibble has its top bit: bit 6 is the sign.
+    sign = _ptx("prmt.b32 $0, $1, $1, $2;", _c(0x80808080), half)
+    return arith.andi(arith.shli(sign, _c(1)), _c(0x80808080))
+
+
 def _decode_fp8(words, byte, top):
     """i32 registers of four E5M2 each for 8-code words, under scale bytes of a band."""
     step = arith.addi(arith.subi(byte, top), _c(BAND))
@@ -114,17 +128,9 @@ def _decode_fp8(words, byte, top):
     )
     registers = []
     for word in words:
-        magnitudes = arith.andi(word, _c(0x77777777))
-        for shift in (0, 16):
-            selector, signs = magnitudes, word
-            if shift:
-                selector = arith.shrui(magnitudes, _c(16))
-                signs = arith.shrui(word, _c(16))
+        for selector, half in _halves(word):
             value = _ptx("prmt.b32 $0, $1, $2, $3;", low, high, selector)
-            # Bytes 0x80, or 0xFF where the nibble has its top bit: bit 6 is the sign.
-            sign = _ptx("prmt.b32 $0, $1, $1, $2;", _c(0x80808080), signs)
-            sign = arith.andi(arith.shli(sign, _c(1)), _c(0x80808080))
-            registers.append(arith.ori(value, sign))
+            registers.append(arith.ori(value, _signs(half)))
     return registers
 
 
@@ -146,17 +152,10 @@ def _decode_bf16(words, byte):
     high = [_ptx("prmt.b32 $0, $1, $2, 0x7531;", *fields[i : i + 2]) for i in (0, 2)]
     registers = []
     for word in words:
-        magnitudes = arith.andi(word, _c(0x77777777))
-        for shift in (0, 16):
-            selector, signs = magnitudes, word
-            if shift:
-                selector = arith.shrui(magnitudes, _c(16))
-                signs = arith.shrui(word, _c(16))
+        for selector, half in _halves(word):
             lows = _ptx("prmt.b32 $0, $1, $2, $3;", *low, selector)
             highs = _ptx("prmt.b32 $0, $1, $2, $3;", *high, selector)
-            sign = _ptx("prmt.b32 $0, $1, $1, $2;", _c(0x80808080), signs)
-            sign = arith.andi(arith.shli(sign, _c(1)), _c(0x80808080))
-            highs = arith.ori(highs, sign)
+            highs = arith.ori(highs, _signs(half))
             registers.append(_ptx("prmt.b32 $0, $1, $2, 0x5140;", lows, highs))
             registers.append(_ptx("prmt.b32 $0, $1, $2, 0x7362;", lows, highs))
     return registers

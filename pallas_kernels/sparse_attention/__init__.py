@@ -60,14 +60,7 @@ def sparse_attention(
     shapes.bind("compressed", compressed, "NK", (q.dtype,))
     shapes.bind("indices", indices, "Tk", checks.INT32)
     shapes.bind("sink", sink, "H", checks.FLOAT32)
-    if rope is not None:
-        shapes.bind("cos", rope[0], "TR", checks.FLOAT32)
-        shapes.bind("sin", rope[1], "TR", checks.FLOAT32)
-        if 2 * rope[0].shape[1] > q.shape[2]:
-            raise ValueError(
-                f"sparse_attention: cos has {rope[0].shape[1]} channel pairs, expected at most "
-                f"{q.shape[2] // 2} (q has {q.shape[2]} channels)"
-            )
+    rotary.check(shapes, rope, q)
     chosen = checks.pick(
         "sparse_attention", implementation, attention_kernel.refusal(q, rope), interpret=interpret
     )

@@ -1,7 +1,6 @@
 """A second device beside the one that has the layers: same bits, exact accounts by tier."""
 
 import dataclasses
-import hashlib
 import itertools
 
 import jax
@@ -14,8 +13,8 @@ from ds4jax import accounts, admission, peers, testing
 from ds4jax import engine as engines
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError
-from ds4jax.readings import PrefillResult
 from ds4jax.run_config import PeerConfig, RunConfig
+from ds4jax.testing import result_hash
 from sharding.cost import PlanError
 from streaming import StreamError
 from streaming.window import live_bound
@@ -37,17 +36,10 @@ def load(**overrides) -> engines.Engine:
     return ds4jax.load(SOURCE, keys, prompt_tokens=len(IDS))
 
 
-def sha(result: PrefillResult) -> str:
-    digest = hashlib.sha256(result.logits.tobytes())
-    for leaf in jax.tree.leaves(result.state):
-        digest.update(np.asarray(leaf).tobytes())
-    return digest.hexdigest()
-
-
 @pytest.fixture(scope="module")
 def reference() -> str:
     with load() as engine:
-        return sha(engine.prefill(IDS))
+        return result_hash(engine.prefill(IDS))
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
@@ -58,8 +50,8 @@ def test_two_owners_of_resident_experts_give_the_bits_of_one(share, reference):
         assert [len(chosen) for chosen in plan.residency.elsewhere] == [EXPERTS * share] * LAYERS
         assert engine.plan.price.resident_bytes == LAYERS * EXPERTS * (1 - share) * ITEM
         result = engine.prefill(IDS)
-        assert sha(result) == reference
-        assert sha(engine.prefill(IDS)) == reference
+        assert result_hash(result) == reference
+        assert result_hash(engine.prefill(IDS)) == reference
 
 
 @pytest.mark.parametrize("mode", ["whole", "routed"])
@@ -75,7 +67,7 @@ def test_two_owners_and_streamed_experts(mode, order, slabs, reference):
         streaming__slab_bytes=slabs,
     ) as engine:
         result = engine.prefill(IDS)
-        assert sha(result) == reference
+        assert result_hash(result) == reference
         for report in result.report.passes:
             (ledger,) = report.ledgers
             if mode == "whole":
@@ -97,7 +89,7 @@ def test_peer_tiers_bring_their_shares_and_nothing_else(mode, memory, relay, ref
         plan, streamed = engine.plan.experts, EXPERTS // 2
         assert engine.plan.store_bytes == LAYERS * int(streamed * (1 - memory)) * ITEM
         result = engine.prefill(IDS)
-        assert sha(result) == reference
+        assert result_hash(result) == reference
         assert pool.streamer.violations() == []
         (report,) = result.report.passes
         (ledger,) = report.ledgers
@@ -133,7 +125,7 @@ def test_everything_at_once_over_two_stages(reference):
         streaming__mode="whole",
     ) as engine:
         result = engine.prefill(IDS)
-        assert sha(result) == reference
+        assert result_hash(result) == reference
         first, second = accounts.plan_record(engine.plans, ["a", "b"])
         quarter, eighth = EXPERTS // 4, EXPERTS // 8
         assert first["peer"] == {
@@ -164,7 +156,7 @@ def test_cold_owner_that_fails_is_named_and_the_next_prompt_is_right(reference, 
             patch.setattr(runner, "experts", failing)
             with pytest.raises((MemoryError, StreamError), match="RESOURCE_EXHAUSTED"):
                 engine.prefill(IDS)
-        assert sha(engine.prefill(IDS)) == reference
+        assert result_hash(engine.prefill(IDS)) == reference
 
 
 def test_neighbour_without_room_is_refused(monkeypatch):
@@ -253,8 +245,8 @@ def test_experts_divided_over_the_devices_of_a_stage_give_the_bits_of_one(order,
         assert pool.resident == [None] * LAYERS
         for array in jax.tree.leaves(pool.cold._parameters):
             assert [shard.device.id for shard in array.addressable_shards] == [0, 3]
-        assert sha(engine.prefill(IDS)) == reference
-        assert sha(engine.prefill(IDS)) == reference
+        assert result_hash(engine.prefill(IDS)) == reference
+        assert result_hash(engine.prefill(IDS)) == reference
 
 
 def test_collectives_of_two_stages_at_once(reference):
@@ -265,7 +257,7 @@ def test_collectives_of_two_stages_at_once(reference):
         peer__compute_fraction=0.5,
         peer__exchange="collective",
     ) as engine:
-        assert sha(engine.prefill(IDS)) == reference
+        assert result_hash(engine.prefill(IDS)) == reference
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Layers split over devices: every split gives the bits of one device."""
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 
-import jax
 import numpy as np
 import pytest
 
@@ -20,9 +18,9 @@ from ds4jax.cache import state_bytes
 from ds4jax.checkpoint.source import config_text
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError
-from ds4jax.readings import PrefillResult
 from ds4jax.run_config import RunConfig
 from ds4jax.stages import Stage
+from ds4jax.testing import result_hash
 from streaming import StreamError
 from streaming.link import DeviceLink
 
@@ -41,17 +39,10 @@ def load(**overrides: object) -> engines.Engine:
     return engines.load(SOURCE, keys, prompt_tokens=len(IDS))
 
 
-def sha(result: PrefillResult) -> str:
-    digest = hashlib.sha256(result.logits.tobytes())
-    for leaf in jax.tree.leaves(result.state):
-        digest.update(np.asarray(leaf).tobytes())
-    return digest.hexdigest()
-
-
 @pytest.fixture(scope="module")
 def reference() -> str:
     with load() as engine:
-        return sha(engine.prefill(IDS))
+        return result_hash(engine.prefill(IDS))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +58,7 @@ def reference() -> str:
 def test_every_split_gives_the_bits_of_one_stage(split, devices, reference):
     with load(pipeline__split=split, pipeline__devices=devices) as engine:
         result = engine.prefill(IDS)
-    assert sha(result) == reference
+    assert result_hash(result) == reference
     assert result.report.tokens_read == len(IDS)
     assert not result.report.interrupted
     assert [part.tokens for part in result.report.chunks] == [48, 48, 48, 5]
@@ -88,7 +79,7 @@ def compositions(total: int, most: int) -> list[tuple[int, ...]]:
 def test_every_split_over_up_to_four_devices(sizes, reference):
     with load(pipeline__split=",".join(map(str, sizes))) as engine:
         assert len(set(engine.plans)) == len(sizes)
-        assert sha(engine.prefill(IDS)) == reference
+        assert result_hash(engine.prefill(IDS)) == reference
 
 
 @pytest.mark.parametrize(
@@ -102,7 +93,7 @@ def test_eight_stages(devices):
     for split, places in (("8", "0"), ("1,1,1,1,1,1,1,1", devices)):
         keys = {"prefill.chunk_tokens": CHUNK, "pipeline.split": split, "pipeline.devices": places}
         with engines.load(source, keys, prompt_tokens=len(IDS)) as engine:
-            shas.add(sha(engine.prefill(IDS)))
+            shas.add(result_hash(engine.prefill(IDS)))
     assert len(shas) == 1
 
 
@@ -111,7 +102,7 @@ def test_prompts_shorter_than_a_chunk(length):
     shas = set()
     for split, devices in (("6", "0"), ("2,4", "0,0")):
         with load(pipeline__split=split, pipeline__devices=devices) as engine:
-            shas.add(sha(engine.prefill(IDS[:length])))
+            shas.add(result_hash(engine.prefill(IDS[:length])))
     assert len(shas) == 1
 
 
@@ -124,7 +115,7 @@ def test_stages_stream_their_own_experts(reference):
     ) as engine:
         result = engine.prefill(IDS)
         (item,) = {stage.layout.item_bytes for stage in (s.pool for s in engine._stages)}
-    assert sha(result) == reference
+    assert result_hash(result) == reference
     # Two micro-batches; each stage moves its twelve streamed experts of every layer once in each.
     moved = [[ledger.total_bytes for ledger in part.ledgers] for part in result.report.passes]
     assert moved == [[4 * 12 * item, 2 * 12 * item]] * 2
@@ -150,7 +141,7 @@ def test_a_stage_streams_while_it_waits_for_its_inputs(reference, monkeypatch):
     ) as engine:
         monkeypatch.setattr(DeviceLink, "put", noted_put)
         monkeypatch.setattr(Stage, "run", held_run)
-        assert sha(engine.prefill(IDS)) == reference
+        assert result_hash(engine.prefill(IDS)) == reference
     assert late == [False]
 
 
@@ -167,10 +158,10 @@ def test_a_stop_gives_up_what_was_streamed_ahead():
         streaming__resident_fraction=0.5,
         streaming__order="chunk_major",
     ) as engine:
-        whole = sha(engine.prefill(np.tile(IDS[:CHUNK], 8)))
+        whole = result_hash(engine.prefill(np.tile(IDS[:CHUNK], 8)))
         part = engine.prefill(np.tile(IDS[:CHUNK], 8), stop=stop, on_event=observe)
         assert part.report.interrupted
-        assert sha(engine.prefill(np.tile(IDS[:CHUNK], 8))) == whole
+        assert result_hash(engine.prefill(np.tile(IDS[:CHUNK], 8))) == whole
 
 
 def test_state_continues_on_another_split(reference):
@@ -178,15 +169,15 @@ def test_state_continues_on_another_split(reference):
     with load(pipeline__split="2,4", pipeline__devices="0,0") as engine:
         first = engine.prefill(IDS[:cut])
     with load(pipeline__split="5,1", pipeline__devices="0,0") as engine:
-        assert sha(engine.prefill(IDS[cut:], state=first.state)) == reference
+        assert result_hash(engine.prefill(IDS[cut:], state=first.state)) == reference
 
 
 def test_several_prompts_in_one_run(reference):
     with load(pipeline__split="3,3", pipeline__devices="0,0") as engine:
         results = list(engine.prefill_many([IDS[:20], IDS, IDS[:60]]))
-        assert sha(results[1]) == reference
+        assert result_hash(results[1]) == reference
         assert [len(r.report.chunks) for r in results] == [1, 4, 2]
-        assert sha(results[0]) == sha(engine.prefill(IDS[:20]))
+        assert result_hash(results[0]) == result_hash(engine.prefill(IDS[:20]))
 
 
 def test_stop_ends_between_micro_batches_and_can_be_continued():
@@ -198,7 +189,7 @@ def test_stop_ends_between_micro_batches_and_can_be_continued():
             stop.set()
 
     with load() as engine:
-        whole = sha(engine.prefill(ids))
+        whole = result_hash(engine.prefill(ids))
     with load(pipeline__split="3,3", pipeline__devices="0,0") as engine:
         part = engine.prefill(ids, stop=stop, on_event=observe)
         read = part.report.tokens_read
@@ -206,7 +197,7 @@ def test_stop_ends_between_micro_batches_and_can_be_continued():
         assert 0 < read < len(ids)
         assert read % CHUNK == 0
         assert part.state.position == read
-        assert sha(engine.prefill(ids[read:], state=part.state)) == whole
+        assert result_hash(engine.prefill(ids[read:], state=part.state)) == whole
 
 
 def test_an_error_in_a_stage_is_raised_and_the_next_prompt_is_right(reference, monkeypatch):
@@ -221,7 +212,7 @@ def test_an_error_in_a_stage_is_raised_and_the_next_prompt_is_right(reference, m
             patch.setattr(DeviceLink, "put", refuse)
             with pytest.raises(StreamError, match="no memory on the device"):
                 engine.prefill(IDS)
-        assert sha(engine.prefill(IDS)) == reference
+        assert result_hash(engine.prefill(IDS)) == reference
 
 
 @pytest.mark.parametrize(

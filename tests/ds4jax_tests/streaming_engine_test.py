@@ -7,7 +7,6 @@ import os
 import threading
 from typing import NamedTuple
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,6 +17,7 @@ from ds4jax.activations import Moved
 from ds4jax.checkpoint.state import load_paused, save_paused
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.readings import PrefillResult
+from ds4jax.testing import result_hash
 from sharding.cost import PlanError
 from streaming import ReadError, StreamError
 from streaming.disk import PreadReader
@@ -106,20 +106,12 @@ def load(checkpoint=SOURCE, tokens: int = len(IDS), owners: int = 1, **streaming
     return ds4jax.load(checkpoint, config, prompt_tokens=tokens)
 
 
-def sha(result: PrefillResult) -> str:
-    """Logits and state in one hash."""
-    digest = hashlib.sha256(result.logits.tobytes())
-    for leaf in jax.tree.leaves(result.state):
-        digest.update(np.asarray(leaf).tobytes())
-    return digest.hexdigest()
-
-
 @pytest.fixture(scope="module")
 def reference() -> str:
     """Everything on the device, chunk by chunk: nothing of the streamer is involved."""
     with load() as engine:
         assert not engine.plan.experts.streams
-        return sha(engine.prefill(IDS))
+        return result_hash(engine.prefill(IDS))
 
 
 class Watch:
@@ -196,7 +188,7 @@ def run_cell(cell: Cell, folder) -> str:
         if not engine.plan.experts.streams:
             assert cell.percent == 100 or (cell.percent, cell.owners) == (95, 2)
             assert all(report.ledgers == () for report in result.report.passes)
-            return sha(result)
+            return result_hash(result)
         assert engine.plan.order == cell.order
         assert len(result.report.passes) == (1 if cell.order == "layer_major" else 4)
         assert watch.violations == []
@@ -207,7 +199,7 @@ def run_cell(cell: Cell, folder) -> str:
             assert all(report.ledgers[0].total_bytes < whole for report in result.report.passes)
         if cell.waves == "small" and cell.percent < 50 and cell.mode != "auto":
             assert all(report.ledgers[0].units > LAYERS for report in result.report.passes)
-        return sha(result)
+        return result_hash(result)
 
 
 SOURCE_ITEM_BYTES = 3 * 128 * (128 // 2 + 128 // 32)  # three square matrices, codes and scales
@@ -245,7 +237,7 @@ def test_fewer_residents_cost_their_bytes_once_a_pass(order, micro_batch, passes
             resident_fraction=fraction, order=order, micro_batch_tokens=micro_batch, mode="whole"
         ) as engine:
             result = engine.prefill(IDS)
-            assert sha(result) == reference
+            assert result_hash(result) == reference
             assert len(result.report.passes) == passes
             moved.append(sum(report.ledgers[0].total_bytes for report in result.report.passes))
             size = item_bytes(engine)
@@ -257,7 +249,7 @@ def test_fewer_residents_cost_their_bytes_once_a_pass(order, micro_batch, passes
 def test_eighteen_tokens_with_as_many_slots_as_choices(mode):
     """Far more experts are asked for than a slab holds: they come in waves, none is dropped."""
     with load() as engine:
-        expected = sha(engine.prefill(MANY))
+        expected = result_hash(engine.prefill(MANY))
     # A partial slab of routed experts is put together from pieces that count as well.
     slots = TOP_K if mode == "whole" else 2 * TOP_K
     budget = live_bound(1) * slots * SOURCE_ITEM_BYTES
@@ -276,7 +268,7 @@ def test_eighteen_tokens_with_as_many_slots_as_choices(mode):
         assert min(report.distinct) > TOP_K
         assert report.ledgers[0].units >= 2 * LAYERS
     assert watch.violations == []
-    assert sha(result) == expected
+    assert result_hash(result) == expected
 
 
 def disjoint_tokens(tables: list[np.ndarray]) -> tuple[int, int]:
@@ -315,9 +307,9 @@ def test_prompts_of_one_run_share_a_pass(reference):
         assert len(reports) == 1
         (report,) = reports.values()
         assert report.ledgers[0].total_bytes == LAYERS * EXPERTS // 2 * item_bytes(engine)
-        assert sha(results[0]) == reference
+        assert result_hash(results[0]) == reference
         alone = engine.prefill(IDS[:40])
-        assert sha(alone) == sha(results[1])
+        assert result_hash(alone) == result_hash(results[1])
 
 
 class FailingReader:
@@ -356,7 +348,7 @@ def test_failed_read_is_named_and_the_next_prompt_has_the_right_bits(
         reader.broken.clear()
         result = engine.prefill(IDS)
         check_ledgers(engine, result)
-        assert sha(result) == reference
+        assert result_hash(result) == reference
 
 
 def test_failed_copy_surfaces_and_the_next_prompt_has_the_right_bits(reference, monkeypatch):
@@ -372,7 +364,7 @@ def test_failed_copy_surfaces_and_the_next_prompt_has_the_right_bits(reference, 
             patch.setattr(DeviceLink, "put", failing)
             with pytest.raises((StreamError, MemoryError), match="RESOURCE_EXHAUSTED"):
                 engine.prefill(IDS)
-        assert sha(engine.prefill(IDS)) == reference
+        assert result_hash(engine.prefill(IDS)) == reference
 
 
 def test_observer_that_raises_ends_the_pass_and_not_the_engine(reference):
@@ -383,7 +375,7 @@ def test_observer_that_raises_ends_the_pass_and_not_the_engine(reference):
     with load(resident_fraction=0.5, order="layer_major", window=4) as engine:
         with pytest.raises(KeyboardInterrupt):
             engine.prefill(IDS, on_event=fail)
-        assert sha(engine.prefill(IDS)) == reference
+        assert result_hash(engine.prefill(IDS)) == reference
 
 
 def test_changed_checkpoint_file_is_refused(folder, tmp_path):
@@ -444,7 +436,7 @@ def test_pass_that_was_stopped_between_layers_goes_on_with_the_same_bits(
         result = engine.prefill(rest, paused=first.paused)
         assert not result.report.interrupted
         rows = [part.logits for part in (first, result) if part.logits is not None]
-        assert sha(dataclasses.replace(result, logits=np.concatenate(rows))) == reference
+        assert result_hash(dataclasses.replace(result, logits=np.concatenate(rows))) == reference
 
 
 @pytest.mark.parametrize(("first", "second"), [("host", "device"), ("device", "host")])
@@ -458,7 +450,7 @@ def test_a_saved_pass_goes_on_wherever_its_activations_wait(first, second, refer
     with load(activations=second, **options) as engine:
         paused = load_paused(tmp_path / "paused", *owner)
         assert paused.layer == 3
-        assert sha(engine.prefill(IDS, paused=paused)) == reference
+        assert result_hash(engine.prefill(IDS, paused=paused)) == reference
 
 
 def test_stop_at_the_last_layer_finishes_the_micro_batch():
@@ -517,7 +509,7 @@ def test_slabs_of_the_next_micro_batch_come_while_outputs_are_made(mode, referen
         engine.prefill(IDS, sink=sink)
         # The first layers of a routed pass are known from the ids.
         assert order == ["next"] * 3 + ["none"]
-        assert sha(engine.prefill(IDS)) == reference
+        assert result_hash(engine.prefill(IDS)) == reference
         assert streamer._run is None
 
 
@@ -527,10 +519,10 @@ def test_a_prompt_between_two_results_of_a_run_changes_nothing(reference):
         results = engine.prefill_many([IDS[:CHUNK], IDS])
         next(results)
         assert engine._stages[0]._begun is not None
-        between = sha(engine.prefill(IDS))
-        assert sha(next(results)) == between == reference
+        between = result_hash(engine.prefill(IDS))
+        assert result_hash(next(results)) == between == reference
         next(engine.prefill_many([IDS[:CHUNK], IDS]))  # its iterator is dropped
-        assert sha(engine.prefill(IDS)) == reference
+        assert result_hash(engine.prefill(IDS)) == reference
 
 
 def test_a_stop_leaves_nothing_begun():
