@@ -104,8 +104,11 @@ def _bands(scales, kind):
 def wide_experts(slab: ExpertSlab) -> np.ndarray:
     """bool [n]: experts with a matrix whose scales span more octaves than one FP8 table holds.
 
-    Their FP8 products run once for each band of 27 octaves, exact all the same. The slab's arrays
-    may be on the host or on a device; slabs of another format than FP4 have none.
+    Their FP8 products run once for each band of 27 octaves. No weight is rounded for that: sums are
+    exact where they are float32 of at least 2^-139 of the matrix's largest scale (2^-126, if that
+    scale is 2^13 or less); what is smaller loses bits or is 0. A matrix whose largest scale is less
+    than 2^-113 gives 0. The slab's arrays may be on the host or on a device; slabs of another
+    format than FP4 have none.
     """
     wide = np.zeros(slab.experts, bool)
     for scales in (slab.gate_up_scale, slab.down_scale) if slab.format == "fp4" else ():

@@ -258,7 +258,12 @@ def _power(exponent):
 
 
 def _sum(hardware, product, size, step, k_blocks, scaled, buffers):
-    """Sum over the contraction; FP8 in units of the expert's largest scale, band after band."""
+    """Sum over the contraction; FP8 band after band, in units of 2^(t - TOP).
+
+    t is the largest scale byte of the expert's matrix. As every float32, a sum keeps all its bits
+    down to 2^-126 of that unit, 2^(t - 266); below, GPUs round it to multiples of 2^(t - 289), and
+    CPUs to 0. For t of at most TOP that is below the normal float32 numbers anyway.
+    """
     x_smem, codes_smem, scales_smem, x_scale_smem, full, empty = buffers
     top, bands = scaled
     schedule, kind = product.schedule, product.kind

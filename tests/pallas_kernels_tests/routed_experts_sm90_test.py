@@ -253,6 +253,10 @@ class InterpretedTest(parameterized.TestCase):
 
         self.assertFalse(gpu_callbacks.get_races().races_found)
 
+    @parameterized.parameters(140, 254)
+    def test_fp8_weights_are_exact_under_every_scale(self, top):
+        check_weights(top, np.arange(5, 512, 32), 128, SMALL, interpret=True)
+
     def test_leaving_out_a_rounding_or_a_scale_shows(self):
         self.check_emulations(SMALL, rows=5, channels=512, outputs=128, interpret=True)
 
@@ -261,6 +265,34 @@ class InterpretedTest(parameterized.TestCase):
         x, codes, scales, weight, weight_scale = product_inputs(rng, rows, channels, outputs)
         got = multiply(codes, scales, weight, weight_scale, schedule, interpret=interpret)
         check_emulations(self, got, x, codes, scales, weight, weight_scale)
+
+
+def check_weights(top, channels, outputs, schedule, interpret):
+    """One-hot rows read FP4 weights under all scale bytes up to `top`: 140 is six bands, 254 ten.
+
+    Weights of at least 2^(top - 266) are exact, if they are normal float32 numbers; others are
+    multiples of 2^(top - 289) on a GPU, 0 on a CPU. With 512 channels and 256 outputs every byte of
+    codes meets every scale.
+    """
+    weight = np.tile(np.arange(256, dtype=np.uint8), (1, outputs, 1))
+    group, row = np.arange(16), np.arange(outputs)[:, None]
+    scale = ((row + 53 * group) % (top + 1)).astype(np.uint8)[None]
+    scale[0, 0, :2] = 0, top
+    parts = []
+    for some in np.array_split(channels, -(-len(channels) // schedule.rows)):
+        codes = jnp.asarray(np.arange(512) == some[:, None], jnp.float8_e4m3fn)
+        ones = jnp.ones((len(some), 4), jnp.float32)
+        parts.append(multiply(codes, ones, weight, scale, schedule, interpret=interpret))
+    got = np.concatenate(parts).T.astype("f8")
+    with np.errstate(over="ignore"):
+        exact = host.decode_fp4(weight, scale)[0][:, channels]
+    wanted = exact.astype(jnp.bfloat16).astype("f8")
+    limit, step = 2.0 ** (top - 266), 2.0 ** (top - 289)
+    kept = np.abs(wanted) >= limit
+    assert kept.any() and not kept.all()
+    np.testing.assert_array_equal(got[kept], wanted[kept])
+    rounded = 0 if interpret else np.round(wanted / step) * step
+    np.testing.assert_array_equal(got[~kept], np.where(kept, 0, rounded)[~kept])
 
 
 def check_emulations(test, got, x, codes, scales, weight, weight_scale):
@@ -388,20 +420,10 @@ class CompiledTest(parameterized.TestCase):
         if reason := support.unsupported("sm90", device):
             self.skipTest(reason)
 
-    def test_fp8_weights_are_exact_under_every_scale(self):
-        """One-hot rows read out all FP4 bytes under scale bytes of ten bands."""
+    @parameterized.parameters(140, 254)
+    def test_fp8_weights_are_exact_under_every_scale(self, top):
         schedule = tiling.schedule("NVIDIA H200", 4096, 2048, "fp8")
-        weight = np.tile(np.arange(256, dtype=np.uint8), (1, 128, 1))
-        scale = np.repeat(np.arange(1, 129, dtype=np.uint8)[:, None], 16, axis=1)[None] + 90
-        scale[0, :, ::2] -= 80
-        eye = jnp.eye(512, dtype=jnp.float8_e4m3fn)
-        parts = []
-        for rows in np.split(np.arange(512), 4):
-            ones = jnp.ones((128, 4), jnp.float32)
-            parts.append(multiply(eye[rows], ones, weight, scale, schedule, interpret=False))
-        got = np.concatenate(parts).T.astype("f4")
-        wanted = host.decode_fp4(weight, scale)[0].astype(jnp.bfloat16).astype("f4")
-        np.testing.assert_array_equal(got, wanted)
+        check_weights(top, np.arange(512), 256, schedule, interpret=False)
 
     def test_leaving_out_a_rounding_or_a_scale_shows(self):
         rng = np.random.default_rng(6)

@@ -442,8 +442,9 @@ class CompiledTest(parameterized.TestCase):
             x=rng.standard_normal((tokens, d)).astype(jnp.bfloat16),
             slab=slab,
         )
-        got = run(case, quantize_input=quantize_input, implementation="portable")
-        wanted = run(case, quantize_input=quantize_input, implementation="reference")
+        options = {"quantize_input": quantize_input, "implementation": "portable"}
+        got = run(case, **options)
+        wanted = run(case, **(options | {"implementation": "reference"}))
         self.assertLess(relative(got, wanted), 2e-3)
         order = np.random.default_rng(3).permutation(8)
         slots = None
@@ -451,7 +452,7 @@ class CompiledTest(parameterized.TestCase):
             where = np.full(8, -1, "i4")
             where[experts] = np.arange(len(experts))
             slabs = (part(case.slab, experts),)
-            slots = run(case, slabs=slabs, where=where, slots=slots, quantize_input=quantize_input)
+            slots = run(case, slabs=slabs, where=where, slots=slots, **options)
         assert_same_bits(slots, got)
 
 
