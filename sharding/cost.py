@@ -93,13 +93,16 @@ class DeviceCost:
 class PeerLink:
     """`owner` may use the device `peer`, if that has no stage of its own, as an expert tier.
 
-    The peer's memory holds experts that are copied over the device link at `bytes_per_s`, and the
-    peer's host link is a second path for the rest (host -> peer -> owner).
+    With `holds` the peer's memory has experts that are copied over the device link at
+    `bytes_per_s`; with `relays` its host link is a second path for the rest (host -> peer ->
+    owner).
     """
 
     owner: int
     peer: int
     bytes_per_s: int
+    holds: bool = True
+    relays: bool = True
 
     def __post_init__(self) -> None:
         _check(self, 0, owner=self.owner, peer=self.peer)
@@ -197,6 +200,7 @@ class Problem:
     upload_overhead_ns  added per slab uploaded; it is what makes small slabs cost something.
     layer_residents     experts that stay in every layer, where that was decided before; None takes
                         as many as fit.
+    peer_ring_experts   added to a slab of a stage with a peer: every path rounds its part of one.
     embed_bytes         on the device that owns the first layer; head_bytes: of the last layer.
     """
 
@@ -211,6 +215,7 @@ class Problem:
     ring_units: tuple[int, ...] = (WHOLE_LAYER,)
     upload_overhead_ns: int = 0
     layer_residents: int | None = None
+    peer_ring_experts: int = 0
     embed_bytes: int = 0
     head_bytes: int = 0
     hosts: tuple[HostCost, ...] = (HostCost(),)
@@ -232,6 +237,7 @@ class Problem:
             0,
             link_latency_ns=self.link_latency_ns,
             upload_overhead_ns=self.upload_overhead_ns,
+            peer_ring_experts=self.peer_ring_experts,
             embed_bytes=self.embed_bytes,
             head_bytes=self.head_bytes,
         )

@@ -52,6 +52,7 @@ class RangeTable:
     ) -> None:
         n = len(problem.layers)
         row = problem.devices[device]
+        self._more = 0 if peer is None else problem.peer_ring_experts
         begin, end = np.triu_indices(n)
         end = end + 1
         self.begin, self.end, self.unit = begin, end, unit
@@ -80,7 +81,7 @@ class RangeTable:
         room = (row.memory_bytes - fixed) // problem.expert_bytes
         if residents is None and problem.layer_residents is None:
             self._place(problem, layers, room)
-            ring = problem.ring_slots * max(unit, problem.ring_least)
+            ring = problem.ring_slots * (max(unit, problem.ring_least) + self._more)
             least = np.minimum(layers * problem.experts, ring)
         else:
             given = layers * (problem.layer_residents or 0)
@@ -106,6 +107,7 @@ class RangeTable:
         count, slots, unit = problem.experts, problem.ring_slots, self.unit
         everything = layers * count
         fits = everything <= room
+        room = np.where(fits, room, room - slots * self._more)
         # While more than `unit` experts of a layer are streamed, slabs have the full unit.
         full = np.minimum(room - slots * unit, (count - unit) * layers + np.maximum(layers, 1) - 1)
         # Beyond, slabs shrink as residents grow: q per layer leaves room for q * layers + slots *
@@ -131,7 +133,7 @@ class RangeTable:
         share = self.residents // np.maximum(layers, 1)
         slab = np.minimum(self.unit, problem.experts - share)
         self.slab = np.where(everything, 0, np.maximum(slab, problem.ring_least))
-        self.ring = problem.ring_slots * self.slab
+        self.ring = problem.ring_slots * np.where(everything, 0, self.slab + self._more)
 
     def _stream(
         self,
@@ -184,7 +186,11 @@ class RangeTable:
         width = max(len(hits), 1)
         at_first = moved[most, np.minimum(first, width - 1)] if hits else np.zeros_like(experts)
         begins = np.where(last > first, np.minimum(at_first, self.unit), 0)
-        self.fill_ns = begins * own_ns + (begins > 0) * problem.upload_overhead_ns
+        self.fill_ns = begins * own_ns
+        if peer is not None:
+            together = -(-begins * busy_ns // np.maximum(experts, 1))
+            self.fill_ns = np.minimum(self.fill_ns, together)
+        self.fill_ns += (begins > 0) * problem.upload_overhead_ns
         at_last = moved[share, np.maximum(last - 1, 0)] if hits else np.zeros_like(experts)
         has_experts = np.array([layer.experts > 0 for layer in problem.layers])
         self.last_streams = (last > first) & has_experts[self.end - 1] & (at_last > 0)
@@ -211,12 +217,12 @@ class RangeTable:
         peer: int,
     ) -> np.ndarray:
         """Sets the experts per path; returns the time of the slowest path."""
-        rate = {(link.owner, link.peer): link.bytes_per_s for link in problem.peers}[device, peer]
-        peer_ns = transfer_ns(problem.expert_bytes, rate)
+        link = {(link.owner, link.peer): link for link in problem.peers}[device, peer]
+        peer_ns = transfer_ns(problem.expert_bytes, link.bytes_per_s)
         row = problem.devices[peer]
         relay_ns = transfer_ns(problem.expert_bytes, row.host_link_bytes_per_s)
         space = np.maximum(row.memory_bytes // problem.expert_bytes - self.ring, 0)
-        held = np.minimum(space, apart)
+        held = np.minimum(space, apart) if link.holds else np.zeros_like(apart)
         # Of the experts that a pass moves, the share that the peer can hold.
         kept = np.where(apart > 0, experts * held // np.maximum(apart, 1), 0)
 
@@ -225,7 +231,7 @@ class RangeTable:
             relay = np.maximum(through - kept, 0) * relay_ns
             return own, np.maximum(through * peer_ns, relay)
 
-        low, high = np.zeros_like(experts), experts.copy()
+        low, high = np.zeros_like(experts), experts if link.relays else kept
         for _ in range(int(experts.max(initial=1)).bit_length()):
             middle = (low + high) // 2
             own, other = slowest(middle)

@@ -61,7 +61,7 @@ def device_types(problem: Problem) -> list[tuple[int, ...]]:
         if any(links[i][k] != links[j][k] or links[k][i] != links[k][j] for k in others):
             return False
         swap = {i: j, j: i}
-        return {(swap.get(o, o), swap.get(p, p), rate) for o, p, rate in peers} == peers
+        return {(swap.get(o, o), swap.get(p, p), *link) for o, p, *link in peers} == peers
 
     types: list[tuple[int, ...]] = []
     for device in range(len(problem.devices)):

@@ -25,11 +25,11 @@ without changing any row count as one type.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from sharding.cost import PlanError, Problem, Schedule, transfer_ns
 from sharding.residency import RangeTable, ring_units
-from sharding.search import Found, Search, Space, handoff_ns
+from sharding.search import Found, Search, Space, device_types, handoff_ns
 
 KEEP = 8  # tied plans that a plan lists
 GIB = 1 << 30
@@ -189,21 +189,55 @@ def price_split(problem: Problem, schedule: Schedule, stages: Sequence[StageRang
 
 
 def price_stages(problem: Problem, stages: Sequence[StageRange]) -> Plan:
-    """`price_split` with the fastest schedule; ties by bytes, sum of t and position."""
+    """`price_split` with the fastest schedule and, for stages without a peer, the best peers.
+
+    Ties by bytes, sum of t and position; in front of all others are plans without more peers.
+    """
     found, refusals = [], []
     for at, schedule in enumerate(problem.schedules):
-        try:
-            plan = price_split(problem, schedule, stages)
-        except PlanError as error:
-            refusals.append(error)
-            continue
-        total = sum(stage.time_ns for stage in plan.stages)
-        found.append((plan.objective_ns, plan.streamed_bytes, total, at, plan))
+        for number, served in enumerate(_with_peers(problem, stages)):
+            try:
+                plan = price_split(problem, schedule, served)
+            except PlanError as error:
+                refusals.append(error)
+                continue
+            total = sum(stage.time_ns for stage in plan.stages)
+            key = plan.objective_ns, number > 0, plan.streamed_bytes, total, at, number
+            found.append((key, plan))
     if not found:
         raise refusals[0]
-    found.sort(key=lambda row: row[:4])
-    runners = tuple(Alternative(row[0], row[4].schedule, tuple(stages)) for row in found[1:])
-    return dataclasses.replace(found[0][4], runners_up=runners)
+    found.sort(key=lambda row: row[0])
+    runners = tuple(
+        Alternative(plan.objective_ns, plan.schedule, tuple(stage.range for stage in plan.stages))
+        for _, plan in found[1:]
+    )
+    return dataclasses.replace(found[0][1], runners_up=runners)
+
+
+def _with_peers(problem: Problem, stages: Sequence[StageRange]) -> Iterator[list[StageRange]]:
+    """The stages, then with every choice of peers for those without one.
+
+    Of devices that can be swapped without changing a row the first free one is taken.
+    """
+    pairs = {(link.owner, link.peer) for link in problem.peers}
+    types = device_types(problem) if pairs else []
+
+    def extend(done: list[StageRange], free: Sequence[int]) -> Iterator[list[StageRange]]:
+        if len(done) == len(stages):
+            yield done
+            return
+        stage = stages[len(done)]
+        choices: list[int | None] = [stage.peer]
+        if stage.peer is None:
+            for members in types:
+                known = (peer for peer in members if peer in free and (stage.device, peer) in pairs)
+                choices += [peer for peer in [next(known, None)] if peer is not None]
+        for peer in choices:
+            left = [each for each in free if each != peer]
+            yield from extend([*done, dataclasses.replace(stage, peer=peer)], left)
+
+    used = {stage.device for stage in stages} | {stage.peer for stage in stages}
+    yield from extend([], [each for each in range(len(problem.devices)) if each not in used])
 
 
 def price_plan(problem: Problem, schedule: Schedule, plan: Plan) -> Plan:

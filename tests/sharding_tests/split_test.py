@@ -1,5 +1,6 @@
 """The planner against a brute force that shares no code with it, and its promises."""
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -23,7 +24,7 @@ from sharding.cost import (
     uniform_links,
 )
 from sharding.search import device_types
-from sharding.split import StageRange, plan_stages, price_split
+from sharding.split import StageRange, plan_stages, price_split, price_stages
 
 GIGA = 10**9
 
@@ -41,6 +42,7 @@ def ns(nbytes, rate):
 
 def residency_by_scan(problem, schedule, stage, unit):
     """The largest number of residents, found by trying all; None if not even 0 fits."""
+    more = problem.peer_ring_experts if stage.peer is not None else 0
     device = problem.devices[stage.device]
     layers = range(stage.begin, stage.end)
     fixed = schedule.activation_bytes
@@ -58,14 +60,14 @@ def residency_by_scan(problem, schedule, stage, unit):
         residents = len(with_experts) * problem.layer_residents
         streamed = problem.experts - problem.layer_residents if with_experts else 0
         slab = max(min(unit, streamed), problem.ring_least) if streamed else 0
-        fits = residents + problem.ring_slots * slab <= room
-        return (residents, slab, with_experts) if fits else None
+        ring = problem.ring_slots * (slab + more) if streamed else 0
+        return (residents, slab, with_experts) if residents + ring <= room else None
     if everything <= room:
         return everything, 0, with_experts
     for residents in range(everything - 1, -1, -1):
         slab = min(unit, problem.experts - residents // len(with_experts))
         slab = max(slab, problem.ring_least)
-        if residents + problem.ring_slots * slab <= room:
+        if residents + problem.ring_slots * (slab + more) <= room:
             return residents, slab, with_experts
     return None
 
@@ -100,9 +102,10 @@ def stage_by_scan(problem, schedule, stage, unit):
     choices = [(moved * own + extra, moved, 0)]
     if stage.peer is not None:
         peer = problem.devices[stage.peer]
-        rate = {(p.owner, p.peer): p.bytes_per_s for p in problem.peers}[stage.device, stage.peer]
-        apart = len(with_experts) * problem.experts - residents
-        room = max(peer.memory_bytes // problem.expert_bytes - problem.ring_slots * slab, 0)
+        link = {(p.owner, p.peer): p for p in problem.peers}[stage.device, stage.peer]
+        rate, apart = link.bytes_per_s, len(with_experts) * problem.experts - residents
+        ring = problem.ring_slots * (slab + problem.peer_ring_experts if slab else 0)
+        room = max(peer.memory_bytes // problem.expert_bytes - ring, 0) if link.holds else 0
         kept = moved * min(room, apart) // apart if apart else 0
         choices = [
             (
@@ -115,13 +118,16 @@ def stage_by_scan(problem, schedule, stage, unit):
                 relayed,
             )
             for held in range(kept + 1)
-            for relayed in range(moved - held + 1)
+            for relayed in range(moved - held + 1 if link.relays else 1)
         ]
     stream, from_hosts, relayed = min(choices)
     stream += uploads * problem.upload_overhead_ns
     # Ahead of the first layer nothing computes, beside the last one nothing moves.
     begins = min(counts[with_experts[0]], unit) if with_experts else 0
-    fill = begins * own + (problem.upload_overhead_ns if begins else 0)
+    fill = begins * own
+    if begins and stage.peer is not None:
+        fill = min(fill, ceil_div(begins * min(choices)[0], moved))
+    fill += problem.upload_overhead_ns if begins else 0
     tail = 0
     if counts.get(stage.end - 1):
         last = schedule.compute_ns[stage.end - 1]
@@ -210,6 +216,9 @@ def brute_force(problem):
 
 # Random problems
 
+# What a peer does: hold experts, relay them.
+WAYS = [(True, True), (True, True), (True, False), (False, True), (False, False)]
+
 
 def random_problem(seed, *, limited=None, peers=None):
     rng = random.Random(seed)
@@ -285,10 +294,13 @@ def random_problem(seed, *, limited=None, peers=None):
             for i in range(hosts)
         ),
         peers=tuple(
-            PeerLink(*pair, rng.choice([1, 8]) * GIGA) for pair in pairs if rng.random() < 0.7
+            PeerLink(*pair, rng.choice([1, 8]) * GIGA, *rng.choice(WAYS))
+            for pair in pairs
+            if rng.random() < 0.7
         )
         if peers
         else (),
+        peer_ring_experts=rng.choice([0, 0, 1, 3]),
     )
 
 
@@ -536,6 +548,39 @@ class PlanTest(parameterized.TestCase):
         declined = plan_stages(flash_problem(devices, prompt_tokens=8192, peers=slow))
         self.assertEqual(declined.objective_ns, alone.objective_ns)
         self.assertEqual([s.range.peer for s in declined.stages], [None] * len(alone.stages))
+
+    def test_stages_by_hand_get_the_peers_that_are_best(self):
+        served = 0
+        for seed in range(200):
+            problem, rng = random_problem(seed, peers=True), random.Random(seed)
+            slow = [
+                dataclasses.replace(d, host_link_bytes_per_s=GIGA // 8) for d in problem.devices
+            ]
+            problem = dataclasses.replace(problem, devices=tuple(slow), layer_residents=0)
+            splits = [[*stages] for stages in all_splits(problem)]
+            fewest = [stages for stages in splits if len(stages) < len(problem.devices)]
+            stages = [dataclasses.replace(s, peer=None) for s in rng.choice(fewest or splits)]
+            rest = {*range(len(problem.devices))} - {s.device for s in stages}
+            priced = {}
+            for peers in itertools.product([None, *rest], repeat=len(stages)):
+                chosen = [
+                    dataclasses.replace(s, peer=p) for s, p in zip(stages, peers, strict=True)
+                ]
+                for schedule in problem.schedules:
+                    with contextlib.suppress(PlanError):
+                        plan = price_split(problem, schedule, chosen)
+                        best = priced.get(peers, plan.objective_ns)
+                        priced[peers] = min(best, plan.objective_ns)
+            if not priced:
+                self.assertRaises(PlanError, price_stages, problem, stages)
+                continue
+            found = price_stages(problem, stages)
+            self.assertEqual(found.objective_ns, min(priced.values()), seed)
+            peers = tuple(s.range.peer for s in found.stages)
+            alone = priced.get((None,) * len(stages), float("inf"))
+            self.assertEqual(any(p is not None for p in peers), found.objective_ns < alone, seed)
+            served += found.objective_ns < alone
+        self.assertGreater(served, 20)
 
     def test_shared_host_link_bounds_the_run(self):
         plan = plan_stages(flash_problem([card(24)] * 4, hosts=(HostCost("h", 5 * GIGA),)))
