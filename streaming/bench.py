@@ -1,6 +1,6 @@
 """Measures the streamer on a GPU: bandwidth, overlap, spread, baselines, disk.
 
-    python -m streaming.bench --out=results
+    python -m streaming.bench --out=results [--parts=disk,waves]
 
 Items have the size of V4-Flash experts: 43 layers, of which 65 of 256 items stream, as where the
 others fit on one H200. The compute is a chain of matrix products. Writes streaming_bench.json
@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,39 @@ from streaming.notes import Notes, prefer_routed
 from streaming.pinned import CudaDriver, PinError, Pinner
 from streaming.slab import Component, SlabLayout, page_round
 from streaming.store import HostStore
-from streaming.streamer import Step, Streamer
+from streaming.streamer import DISK_WINDOW, Step, Streamer
 from streaming.trace import write_timeline
 
-SCHEMA = "streaming.bench/2"
+SCHEMA = "streaming.bench/3"
+
+# The parts in their order, first what everything else rests on, then by importance; each with the
+# parts whose results it needs.
+PARTS: dict[str, tuple[str, ...]] = {
+    "fill": (),
+    "product": (),
+    "pageable": ("fill", "product"),
+    "pin": ("fill",),
+    "copies_alone": ("pin",),
+    "copy_bound": ("product", "copies_alone"),
+    "compute_bound": ("product", "copies_alone"),
+    "routed": ("product", "copies_alone"),
+    "disk": ("product",),
+    "windows": ("product", "copies_alone"),
+    "policies": ("product", "copies_alone"),
+    "notes": ("product",),
+    "small_put": ("pin",),
+    "waves": ("product", "copies_alone"),
+}
+# How files are read, and whether the page cache has been emptied before; the first one also with
+# fewer threads than processors, which leaves some of them to whoever dispatches.
+READS: tuple[tuple[str, ReaderKind, bool], ...] = (
+    ("preadv_warm", "preadv", False),
+    ("mmap_warm", "mmap", False),
+    ("preadv_cold", "preadv", True),
+    ("direct", "direct", True),
+    ("mmap_cold", "mmap", True),
+)
+_READING_THREADS = (12, 8)
 
 # What a layer of V4-Flash takes on an H200 with so many tokens, about.
 _LAYER_SECONDS = {128: 2e-3, 512: 3e-3, 2048: 5e-3}
@@ -65,6 +94,7 @@ class Scale:
     product: int
     disk_layers: int
     disk_items: int
+    disk_repeats: int  # of the runs with compute that the target is about
 
     def layout(self, layers: int, items: int) -> SlabLayout:
         d, f, u8 = self.hidden, self.width, np.dtype(np.uint8)
@@ -78,8 +108,8 @@ class Scale:
 
 
 # 43 layers x 65 streamed experts of 13.4 MB: 37 GB of host memory, 75 GB in two passes.
-FULL = Scale(43, 256, 191, 4096, 2048, 2, 5, 8192, 8, 64)
-TINY = Scale(4, 8, 2, 64, 64, 2, 2, 64, 3, 4)
+FULL = Scale(43, 256, 191, 4096, 2048, 2, 5, 8192, 8, 64, 3)
+TINY = Scale(4, 8, 2, 64, 64, 2, 2, 64, 3, 4, 1)
 
 
 def value(layer: int, item: int, component: int) -> int:
@@ -140,6 +170,7 @@ class Bench:
         except PinError as error:
             self.results["pin_error"] = str(error)
         self.pinner = Pinner(self.driver)
+        self.store: HostStore | None = None
         keys = jax.random.split(jax.random.key(0))
         shape = (scale.product, scale.product)
         with jax.default_device(self.device):
@@ -209,6 +240,7 @@ class Bench:
     def pin(self) -> dict[str, Any]:
         """Page-locks the store; its time and its cost in device memory."""
         began = time.perf_counter()
+        assert self.store is not None
         self.store.pin()
         report = self.pinner.wait()
         return {
@@ -220,6 +252,7 @@ class Bench:
 
     def streamer(self, items: Sequence[Sequence[int]] | None = None, **options: Any) -> Streamer:
         items = self.kept.streamed if items is None else items
+        assert self.store is not None  # parts that need it come after "fill"
         return Streamer(self.layout, items, self.device, store=self.store, **options)
 
     def product(self) -> dict[str, Any]:
@@ -509,6 +542,7 @@ class Bench:
     def small_put(self) -> dict[str, Any]:
         """How long four bytes take alone, and issued behind the copy of a whole unit."""
         number = np.zeros(1, np.int32)
+        assert self.store is not None
         (piece,) = self.store.pieces(0, self.store.order[0])
 
         def seconds() -> float:
@@ -527,7 +561,6 @@ class Bench:
         """The same from files, with each reader, from the page cache and past it."""
         layout = self.scale.layout(self.scale.disk_layers, self.scale.disk_items)
         needed = layout.layers * layout.block_bytes(layout.items)
-        items = residency.even(layout.layers, layout.items, 0).streamed
         found: dict[str, Any] = {"bytes": needed}
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             found["file_system"] = _file_system(folder)
@@ -536,36 +569,44 @@ class Bench:
             began = time.perf_counter()
             locate = _write_layers(layout, folder)
             found["write_s"] = time.perf_counter() - began
-            arms: list[tuple[str, ReaderKind, bool]] = [
-                ("preadv_warm", "preadv", False),
-                ("mmap_warm", "mmap", False),
-                ("preadv_cold", "preadv", True),
-                ("direct", "direct", True),
-                ("mmap_cold", "mmap", True),
+            arms = [(name, reader, cold, None) for name, reader, cold in READS if not cold]
+            arms += [
+                (f"{READS[0][0]}_{n}_threads", READS[0][1], False, n) for n in _READING_THREADS
             ]
-            for name, reader, cold in arms:
+            arms += [(name, reader, cold, None) for name, reader, cold in READS if cold]
+            for name, reader, cold, threads in arms:
                 if time.perf_counter() > self.deadline:
                     found[name] = {"skipped": "out of time"}
                     continue
                 if cold:
                     _forget(folder)
                 repeats = 1 if cold else self.scale.repeats
-                found[name] = self._disk_runs(layout, locate, items, reader, repeats)
+                found[name] = self._disk_runs(layout, locate, name, reader, repeats, threads)
         return _with_summary(found, "gb_per_s", "storage_bytes")
 
     def _disk_runs(
         self,
         layout: SlabLayout,
         locate: Locate,
-        items: Sequence[Sequence[int]],
+        name: str,
         reader: ReaderKind,
         repeats: int,
+        threads: int | None,
     ) -> dict[str, Any]:
         """Runs with next to no compute; where repeated, also with as much as files take."""
         pinner = Pinner(self.driver)
-        ring = DiskRing(layout, locate, rows=layout.items, slots=3, reader=reader, pinner=pinner)
+        ring = DiskRing(
+            layout,
+            locate,
+            rows=layout.items,
+            slots=DISK_WINDOW + 1,
+            reader=reader,
+            threads=threads,
+            pinner=pinner,
+        )
         pinner.wait()
         steps = [Step(layer) for layer in range(layout.layers)]
+        items = residency.even(layout.layers, layout.items, 0).streamed
         with Streamer(layout, items, self.device, ring=ring) as streamer:
             if repeats > 1:  # the page cache is warm afterwards, whatever it was
                 self.run(streamer, steps, 1)
@@ -576,11 +617,10 @@ class Bench:
                 "runs_wall_s": walls,
                 "gb_per_s": ledger.total_bytes / middle / 1e9,
                 "spread": (max(walls) - min(walls)) / middle,
-                "overlap": ledger.overlap,
-                "dispatch_wait_s": ledger.dispatch_wait_s,
                 "storage_bytes": ledger.storage_bytes,
                 "major_faults": ledger.major_faults,
                 "slow_fills": ledger.slow_fills,
+                **_disk_account(ledger, runs[-1][1]),
             }
             if repeats > 1:
                 unit_s = middle / len(steps)
@@ -588,18 +628,41 @@ class Bench:
                 # As many layers as the model has: the first slots are read before any compute.
                 passes = -(-self.scale.layers // len(steps))
                 self.run(streamer, steps, products)
-                hidden, wall = self.run(streamer, steps * passes, products)
+                hidden = [
+                    self.run(streamer, steps * passes, products)
+                    for _ in range(self.scale.disk_repeats if name == READS[0][0] else 1)
+                ]
+                write_timeline(self.out / f"streaming_timeline_{name}.json", hidden[-1][0].spans)
                 found["with_compute"] = {
-                    "wall_s": wall,
-                    "passes": passes,
+                    "units": len(steps) * passes,
+                    "products": products,
                     "compute_alone_s": products * self.product_s * len(steps) * passes,
-                    "overlap": hidden.overlap,
-                    "dispatch_wait_s": hidden.dispatch_wait_s,
+                    "median_wall_s": statistics.median(wall for _, wall in hidden),
+                    "median_overlap": statistics.median(run.overlap or 0.0 for run, _ in hidden),
+                    "runs": [_disk_account(run, wall) for run, wall in hidden],
                 }
         return found
 
     def close(self) -> None:
-        self.store.close()
+        if self.store is not None:
+            self.store.close()
+
+
+def _disk_account(ledger: Ledger, wall: float) -> dict[str, Any]:
+    """Where the time of a run from files went."""
+    rates = ledger.copy_gb_per_s
+    return {
+        "wall_s": wall,
+        "overlap": ledger.overlap,
+        "copy_busy_s": ledger.copy_busy_s,
+        "compute_busy_s": ledger.compute_busy_s,
+        "both_busy_s": ledger.both_busy_s,
+        "stall_s": ledger.stall_s,
+        "dispatch_wait_s": ledger.dispatch_wait_s,
+        "copy_gb_per_s_min": min(rates),
+        "copy_gb_per_s_median": statistics.median(rates),
+        "copy_gb_per_s_max": max(rates),
+    }
 
 
 def _with_summary(found: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -737,7 +800,7 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
             row(" routed, s", "", None, *arm, "wall_s")
             row(" whole, s", "", None, *arm, "whole_wall_s")
             row(" auto takes", "", None, *arm, "auto_takes")
-    for name in ("preadv_warm", "mmap_warm", "preadv_cold", "direct", "mmap_cold"):
+    for name, *_ in READS:
         row(f"disk {name} GB/s", "", None, "disk", name, "gb_per_s")
     arm = ("disk", "preadv_warm")
     row("disk warm: bytes from storage", "0", lambda x: x == 0, *arm, "storage_bytes")
@@ -748,8 +811,12 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
         lambda x: x >= 0.95,
         *arm,
         "with_compute",
-        "overlap",
+        "median_overlap",
     )
+    for threads in _READING_THREADS:
+        fewer = (*arm[:1], f"{arm[1]}_{threads}_threads")
+        row(f" with {threads} reading threads: GB/s", "", None, *fewer, "gb_per_s")
+        row("  overlap", "", None, *fewer, "with_compute", "median_overlap")
     row("note by callback, idle, s", "", None, "notes", "callback_counts_idle_s")
     row("note by callback, behind compute, s", "", None, "notes", "callback_counts_behind_s")
     row("note fetched, s", "", None, "notes", "fetch_counts_behind_s")
@@ -757,13 +824,27 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """The targets, one line each."""
+    """The targets that something was found for, one line each."""
     words = {None: "", True: "met", False: "MISSED"}
     for row in results["targets"]:
-        found = row["found"]
+        if (found := row["found"]) is None:
+            continue
         text = f"{found:.4g}" if isinstance(found, float) else str(found)
         print(f"{row['what']:<44} {text:>14}  {row['limit']:<20}{words[row['met']]}")
     print(f"parts that failed or were left out: {', '.join(results['failed']) or 'none'}")
+
+
+def parts(names: Iterable[str]) -> list[str]:
+    """The named parts and those that they need, in their order; ValueError for an unknown one."""
+    wanted: set[str] = set()
+    left = list(names)
+    while left:
+        name = left.pop()
+        if name not in PARTS:
+            raise ValueError(f"--parts names {name!r}, expected some of {', '.join(PARTS)}")
+        wanted.add(name)
+        left.extend(PARTS[name])
+    return [name for name in PARTS if name in wanted]
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -773,28 +854,20 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seconds", type=float, default=145.0, help="start no part after this")
     parser.add_argument("--folder", help="where files for the disk tier go; default: temporary")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a test on a CPU")
+    parser.add_argument("--parts", help="only these and what they need, comma separated")
     options = parser.parse_args(arguments)
+    try:
+        wanted = parts(options.parts.split(",") if options.parts else PARTS)
+    except ValueError as error:
+        parser.error(str(error))
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     bench = Bench(TINY if options.tiny else FULL, out, options.seconds, options.folder)
     watchdog = threading.Timer(options.seconds + _GRACE_S, bench.stuck)
     watchdog.daemon = True
     watchdog.start()
-    # What everything else rests on first, then by importance.
-    bench.part("fill", bench.fill)
-    bench.part("product", bench.product)
-    bench.part("pageable", bench.pageable)
-    bench.part("pin", bench.pin)
-    bench.part("copies_alone", bench.copies_alone)
-    bench.part("copy_bound", bench.copy_bound)
-    bench.part("compute_bound", bench.compute_bound)
-    bench.part("routed", bench.routed)
-    bench.part("disk", bench.disk)
-    bench.part("windows", bench.windows)
-    bench.part("policies", bench.policies)
-    bench.part("notes", bench.notes)
-    bench.part("small_put", bench.small_put)
-    bench.part("waves", bench.waves)
+    for name in wanted:
+        bench.part(name, getattr(bench, name))
     watchdog.cancel()
     bench.close()
     print_table(bench.results)

@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 
 ReaderKind = Literal["preadv", "mmap", "direct"]
 
-_TASK_BYTES = 32 << 20  # one read task at most, so that threads end together
+# Bytes of one read. A unit is cut into a few reads for each thread, so that the threads end
+# together and those of a small unit are all busy; smaller reads would cost more calls than time.
+_MOST_TASK_BYTES, _LEAST_TASK_BYTES = 32 << 20, 1 << 20
+_TASKS_PER_THREAD = 2
 _JUDGED_S = 0.1  # shorter fills say nothing about the disk
 _BOUNCE_BYTES = 4 << 20  # direct reads of unaligned ranges pass through a buffer of this size
 
@@ -268,15 +271,17 @@ def open_reader(kind: ReaderKind) -> Reader:
     return READERS[kind]()
 
 
-def _joined(sources: Sequence[tuple[int, FileRange]]) -> list[tuple[int, FileRange]]:
-    """Ranges that continue each other as one, up to the size of a task, with their last item."""
+def _joined(
+    sources: Sequence[tuple[int, FileRange]], most_bytes: int
+) -> list[tuple[int, FileRange]]:
+    """Ranges that continue each other as one, up to `most_bytes`, with their last item."""
     joined: list[tuple[int, FileRange]] = []
     for item, source in sources:
         if joined:
             last = joined[-1][1]
             nbytes = last.nbytes + source.nbytes
             continues = (last.path, last.offset + last.nbytes) == (source.path, source.offset)
-            if continues and nbytes <= _TASK_BYTES:
+            if continues and nbytes <= most_bytes:
                 joined[-1] = (item, last._replace(nbytes=nbytes))
                 continue
         joined.append((item, source))
@@ -493,6 +498,7 @@ class DiskRing:
     def _split(self, request: Request) -> list[_Task]:
         assert request.slot is not None
         tasks = []
+        most = self._task_bytes(len(request.items))
         views = self.layout.carve(request.slot.block, len(request.items))
         for component, view in zip(self.layout.components, views, strict=True):
             out = view.reshape(-1).view(np.uint8)
@@ -507,14 +513,21 @@ class DiskRing:
                     )
                 sources.extend((item, source) for source in found)
             done = 0
-            for item, source in _joined(sources):
-                for start in range(0, source.nbytes, _TASK_BYTES):
-                    nbytes = min(_TASK_BYTES, source.nbytes - start)
+            for item, source in _joined(sources, most):
+                parts = max(-(-source.nbytes // most), 1)
+                even = page_round(-(-source.nbytes // parts))
+                for start in range(0, source.nbytes, even or 1):
+                    nbytes = min(even, source.nbytes - start)
                     part = source._replace(offset=source.offset + start, nbytes=nbytes)
                     target = out[done + start : done + start + nbytes]
                     tasks.append(_Task(request, item, component.name, part, target))
                 done += source.nbytes
         return tasks
+
+    def _task_bytes(self, items: int) -> int:
+        """Most bytes of a read for a unit of so many items: whole pages, as direct reads ask."""
+        share = items * self.layout.item_bytes // (_TASKS_PER_THREAD * self._threads)
+        return page_round(min(max(share, _LEAST_TASK_BYTES), _MOST_TASK_BYTES))
 
     def _work(self) -> None:
         assert self._monitor is not None

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from streaming import bench
 
 
@@ -25,6 +27,25 @@ def test_every_part_of_the_measurement_works(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "parts that failed or were left out: none" in out
     assert all(row["what"] in out for row in results["targets"])
+
+
+def test_parts_bring_those_that_they_need_and_no_others(tmp_path, capsys):
+    results = bench.main(["--tiny", "--out", str(tmp_path), "--parts=disk"])
+    assert [name for name in bench.PARTS if name in results] == ["product", "disk"]
+    warm = results["disk"]["preadv_warm"]["with_compute"]
+    assert warm["units"] == 6
+    assert len(warm["runs"]) == bench.TINY.disk_repeats
+    assert (tmp_path / "streaming_timeline_preadv_warm.json").exists()
+    out = capsys.readouterr().out
+    assert "disk warm: overlap" in out
+    assert "copy-bound" not in out
+    assert bench.parts(["waves"]) == ["fill", "product", "pin", "copies_alone", "waves"]
+
+
+def test_unknown_part_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--tiny", "--out", str(tmp_path), "--parts=disc"])
+    assert "--parts names 'disc', expected some of fill, product" in capsys.readouterr().err
 
 
 def test_part_that_is_out_of_time_is_skipped(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from streaming import DiskRing, FileRange, Pinner, ReadError, open_reader, testing
 from streaming.disk import READERS, DirectReader, PreadReader
 from streaming.monitor import Monitor
-from streaming.slab import PAGE_BYTES
+from streaming.slab import PAGE_BYTES, Component, SlabLayout
 from streaming.store import allocate
 from streaming.trace import Trace
 
@@ -214,6 +214,73 @@ def test_neighbouring_ranges_are_read_at_once(tmp_path):
     np.testing.assert_array_equal(piece.arrays[0], np.stack([codes[n] for n in (0, 1, 2, 4, 5)]))
     with made._monitor.changed:
         made.release(request)
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("items", "reads"),
+    [
+        (1, 3 * [1 << 20]),  # smaller reads would cost more than they gain
+        (4, 12 * [1 << 20]),
+        (40, 10 * [12 << 20]),
+        (160, 16 * [30 << 20]),  # 32 MiB at most, whole items
+    ],
+)
+def test_a_unit_is_cut_into_reads_for_all_threads(items, reads):
+    """Components of 3 MiB side by side in one file, five threads: about ten reads."""
+    layout = SlabLayout(1, 160, (Component("pages", (3 << 20,), np.dtype(np.uint8)),))
+    found = []
+
+    class Counted:
+        def read(self, source, out):
+            found.append(source[1:3])
+            return source.nbytes
+
+        def close(self):
+            pass
+
+    made = DiskRing(
+        layout,
+        lambda layer, item, component: [FileRange("pages.bin", item * (3 << 20), 3 << 20)],
+        rows=items,
+        slots=1,
+        reader=Counted(),
+        threads=5,
+    )
+    made.attach(Monitor(20), Trace())
+    (request,) = ask(made, (0, tuple(range(items))))
+    made._monitor.wait(lambda: request.filled, "the unit")
+    assert [nbytes for _, nbytes in sorted(found)] == reads
+    assert all(not (offset | nbytes) % PAGE_BYTES for offset, nbytes in found)
+    with made._monitor.changed:
+        made.release(request)
+    made.close()
+
+
+def test_a_late_read_of_a_unit_does_not_hold_up_the_next_ones(tmp_path):
+    """Threads go on with the units behind; slots come in order, but nothing waits for the first."""
+    late, release = threading.Event(), threading.Event()
+    locate = testing.write_files(LAYOUT, tmp_path)
+    held = locate(0, 0, "codes")[0]
+
+    class Late(PreadReader):
+        def read(self, source, out):
+            if source[:3] == held[:3]:
+                late.set()
+                release.wait()
+            return super().read(source, out)
+
+    made = DiskRing(LAYOUT, locate, rows=4, slots=3, reader=Late(), threads=2)
+    made.attach(Monitor(20), Trace())
+    first, *others = ask(made, (0, (0, 1)), (1, (0, 1)), (2, (0, 1)))
+    late.wait()
+    made._monitor.wait(lambda: all(request.filled for request in others), "the units behind")
+    assert not first.filled
+    release.set()
+    made._monitor.wait(lambda: first.filled, "the first unit")
+    with made._monitor.changed:
+        for request in (first, *others):
+            made.release(request)
     made.close()
 
 

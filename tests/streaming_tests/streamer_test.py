@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -222,6 +223,38 @@ def test_copies_delayed_to_the_last_moment_at_full_depth(tier, window, locate):
     for step, items in zip(steps, found, strict=True):
         expected = {n: testing.expected_item(LAYOUT, step.layer, n) for n in range(ITEMS)}
         assert items == expected
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_files_are_read_ahead_while_the_device_is_still_at_its_first_program(window, locate):
+    """A slot is free when its copy is ready, not when its layer has been computed: the disk works
+    all the time that a program runs, and a whole ring ahead of what has been issued."""
+    hold = threading.Event()
+    layers = LAYERS
+    with machine(even(layers, ITEMS, 0), tier="disk", locate=locate, window=window, lag=0) as (
+        streamer,
+        device,
+    ):
+        streamer.start(Step(layer) for layer in range(layers))
+        for step in range(2):  # as far as memory allows while nothing has been computed
+            streamer.issue_ahead(step)
+            streamer.take(step)
+            streamer.computed(step, device.dispatch(hold.wait))
+        units = streamer._uploader.units
+        issued, ring = window + 2, window + 1
+        assert [unit.state for unit in units[2:issued]] == ["issued"] * window
+        streamer._monitor.wait(
+            lambda: all(unit.request.filled for unit in units[issued : issued + ring]),
+            "units that are read ahead",
+        )
+        assert [unit.done_s for unit in units] == [None] * layers
+        hold.set()
+        for step in range(2, layers):
+            streamer.issue_ahead(step)
+            streamer.take(step)
+            streamer.computed(step, device.dispatch(hold.wait))
+        ledger = streamer.finish()
+    assert ledger.total_bytes == layers * ITEMS * LAYOUT.item_bytes
 
 
 def test_releasing_a_slot_before_its_copy_is_ready_would_be_seen(locate, monkeypatch):
