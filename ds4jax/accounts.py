@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import streaming
-from ds4jax import admission, events
+from ds4jax import admission, events, peers
 from ds4jax.experts import ExpertPlan
 from ds4jax.passes import PassReport
 from ds4jax.plan import Plan, RunPlan
@@ -118,6 +118,8 @@ def streaming_record(
     """What was moved and what hid behind what, over all passes; None when nothing is streamed.
 
     locking  what page-locking host memory took, for every stage that streams
+
+    predicted_bytes is `expected_bytes`, known_before_bytes the part of it that no router decided.
     """
     ledgers = [ledger for part in passes for ledger in part.ledgers]
     if not ledgers:
@@ -133,7 +135,8 @@ def streaming_record(
         "passes": len(passes),
         "complete": all(ledger.complete for ledger in ledgers),
         "exactly_predicted": all(ledger.predicted.exact for ledger in ledgers),
-        "predicted_bytes": _by_tier(ledger.predicted.bytes for ledger in ledgers),
+        "predicted_bytes": expected_bytes(plans, passes),
+        "known_before_bytes": sum(sum(ledger.predicted.bytes.values()) for ledger in ledgers),
         "predicted_most_bytes": sum(ledger.predicted.most_bytes for ledger in ledgers),
         "moved_bytes": _by_tier(ledger.moved_bytes for ledger in ledgers),
         "moved_experts": _by_tier(ledger.moved_items for ledger in ledgers),
@@ -158,6 +161,28 @@ def streaming_record(
         },
         "layers": _layer_table(plans, passes),
     }
+
+
+def expected_bytes(plans: Sequence[Plan], passes: Sequence[PassReport]) -> dict[str, int]:
+    """Bytes by tier that complete passes had to move, whatever was counted on the way.
+
+    Where no router decided, what was known before the pass; otherwise the streamed experts that
+    some row chose, by the routers' notes and the tables of layers that hash ids.
+    """
+    total: collections.Counter[str] = collections.Counter()
+    for part in passes:
+        for (_, plan), ledger in zip(_streaming_plans(plans), part.ledgers, strict=True):
+            predicted, experts = ledger.predicted, plan.experts
+            if predicted.exact:
+                total.update(predicted.bytes)
+                continue
+            expert_bytes = predicted.most_bytes // predicted.most_items
+            by_tier = peers.paths(experts.residency.streamed, experts.tier, experts.peer)
+            for tier, streamed in by_tier.items():
+                for layer, items in zip(plan.layers, streamed, strict=True):
+                    chosen = np.count_nonzero(part.counts[layer, list(items)])
+                    total[tier] += int(chosen) * expert_bytes
+    return dict(total)
 
 
 def _layer_table(plans: Sequence[Plan], passes: Sequence[PassReport]) -> list[dict[str, Any]]:

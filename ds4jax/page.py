@@ -126,30 +126,38 @@ def _timeline(spans: Sequence[Span], shown: tuple[int, int]) -> str:
         top = row * (height + 8)
         shapes.append(f'<text x="0" y="{top + height / 2 + 4}">{_text(lane)}</text>')
         shapes.append(_box(LEFT, top, WIDTH - LEFT - RIGHT, height, "#eef1f4"))
+        ends: dict[int, tuple[float, float]] = {}  # of each layer
         for span in spans:
             if span.lane != lane:
                 continue
             x, width = LEFT + (span.begin_s - begin) * scale, (span.end_s - span.begin_s) * scale
-            kind = "stall" if span.name.startswith("stall") else lane.rpartition(" ")[2]
+            kind = _kind(span)
             told = f"{span.name}: {1e3 * (span.end_s - span.begin_s):.3f} ms"
             if span.arguments.get("bytes"):
                 told += f", {size(span.arguments['bytes'])}"
             shapes.append(_box(x, top, max(width, 0.5), height, COLORS.get(kind, "#888"), told))
-            label = str(span.arguments.get("layer", ""))
-            if kind in ("copy", "compute") and width > 8 * len(label) + 4:
+            if kind in ("copy", "compute", "stall") and "layer" in span.arguments:
+                layer = span.arguments["layer"]
+                left, right = ends.get(layer, (x, x + width))
+                ends[layer] = min(left, x), max(right, x + width)
+        for layer, (left, right) in ends.items():
+            if right - left > 7 * len(str(layer)) + 3:
                 shapes.append(
-                    f'<text x="{x + width / 2:.1f}" y="{top + height / 2 + 4}" '
-                    f'style="fill:#fff" text-anchor="middle">{label}</text>'
+                    f'<text x="{(left + right) / 2:.1f}" y="{top + height / 2 + 4}" '
+                    f'style="fill:#fff" text-anchor="middle">{layer}</text>'
                 )
     bottom = len(lanes) * (height + 8)
     shapes += _ticks(0, 1e3 * (end - begin), bottom, "ms")
     number, count = shown
     which = "the only pass" if count == 1 else f"pass {number + 1} of {count}"
     text = (
-        f"One rectangle per slab, numbered by layer: {which} over the experts. The file "
-        "timeline.json has everything, for chrome://tracing or Perfetto."
+        f"Numbered by layer, one rectangle per slab: {which} over the experts. Stall: the device "
+        "waits for a slab. Dispatch: the host hands a copy over, or waits for room for it. The "
+        "file timeline.json has everything, for chrome://tracing or Perfetto."
     )
-    return _section("Copy and compute", text, _key(COLORS.items()), _svg(shapes, bottom + 26))
+    found = {_kind(span) for span in spans}
+    key = _key((kind, color) for kind, color in COLORS.items() if kind in found)
+    return _section("Copy and compute", text, key, _svg(shapes, bottom + 26))
 
 
 def _bytes(streamed: Mapping[str, Any] | None) -> str:
@@ -178,8 +186,9 @@ def _bytes(streamed: Mapping[str, Any] | None) -> str:
     exact = (
         "Known exactly before the run."
         if streamed["exactly_predicted"]
-        else "The router decided what moves: predicted is the part known before the run, "
-        f"{streamed['predicted_most_bytes']:,} bytes at most."
+        else "The router decided what moves: predicted is what its choices ask for. Before the run "
+        f"{streamed['known_before_bytes']:,} bytes of it were known, and "
+        f"{streamed['predicted_most_bytes']:,} at most."
     )
     details = _table(
         ("bytes", ""),
@@ -208,6 +217,8 @@ def _rate(chunks: Sequence[events.ChunkDone], prompts: Sequence[Mapping[str, Any
     ]
     if not points:
         return _section("Rate by position", "No chunk was read to its end.")
+    if len(points) == 1:
+        return _section("Rate by position", f"One chunk: {_number(points[0][1])} tokens/s.")
     height = 190
     most_x, most_y = max(p[0] for p in points), 1.08 * max(p[1] for p in points)
     scale_x, scale_y = (WIDTH - LEFT - RIGHT) / most_x, height / most_y
@@ -287,7 +298,8 @@ def _ops(record: Mapping[str, Any]) -> str:
         told = f"{row['op']}: {1e3 * row['seconds']:.2f} ms"
         shapes.append(f'<text x="0" y="{top + height / 2 + 4}">{_text(row["op"])}</text>')
         width = max(row["seconds"] * scale, 0.5)
-        shapes.append(_box(LEFT, top, width, height, COLORS["compute"], told))
+        color = COLORS["copy" if row["copy"] else "compute"]
+        shapes.append(_box(LEFT, top, width, height, color, told))
         if floor:
             # A floor above the time would be a mistake in one of them: it is drawn to the edge.
             width = min(floor * scale, WIDTH - LEFT - RIGHT)
@@ -306,9 +318,10 @@ def _ops(record: Mapping[str, Any]) -> str:
     ]
     return _section(
         "Time by op",
-        "Device time of the programs of a traced run. The floor is the larger of a program's "
-        "operations and its bytes at the best rates measured on an H200, bfloat16 products.",
-        _key((("measured", COLORS["compute"]), ("floor", FLOOR))),
+        "Device time of the programs of a traced run; copies run beside them. The floor is the "
+        "larger of a program's operations and its bytes at the best rates measured on an H200, "
+        "bfloat16 products.",
+        _key((("programs", COLORS["compute"]), ("floor", FLOOR), ("copies", COLORS["copy"]))),
         _svg(shapes, bottom + 26),
         "<p></p>",
         _table(("op", "ms", "floor, ms", "share"), rows),
@@ -479,6 +492,11 @@ def _number(value: float) -> str:
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{min(digits, 6)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _kind(span: Span) -> str:
+    """What a span of the timeline is, a key of `COLORS`."""
+    return "stall" if span.name.startswith("stall") else span.lane.rpartition(" ")[2]
 
 
 def _lane_order(lane: str) -> tuple[str, int]:

@@ -58,7 +58,7 @@ from ds4jax.readings import PrefillResult
 from ds4jax.run_config import RunConfig
 from ds4jax.text import Prompt
 
-SCHEMA = "ds4jax.bench.prefill/2"
+SCHEMA = "ds4jax.bench.prefill/3"
 MOST_WARM_UPS = 4
 
 CSV_COLUMNS = (
@@ -88,7 +88,8 @@ PHASES: collections.defaultdict[str, float] = collections.defaultdict(float)
 
 def _count_phase(event: str, duration_secs: float, **_: object) -> None:
     name = event.rpartition("/")[2]
-    if event.startswith(("/jax/core/compile/", "/jax/compilation_cache/")):
+    spent = name != "compile_time_saved_sec"
+    if spent and event.startswith(("/jax/core/compile/", "/jax/compilation_cache/")):
         PHASES[name] += duration_secs
 
 
@@ -97,6 +98,10 @@ jax.monitoring.register_event_duration_secs_listener(_count_phase)
 
 class UnsteadyOutput(RuntimeError):
     """Runs that have to give the same bytes did not."""
+
+
+class WrongBytes(RuntimeError):
+    """A run moved other bytes than it had to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +197,8 @@ def _bench(argv: Sequence[str]) -> int:
     other = other_config(config, given["compare"]) if given["compare"] else None
     later = [then_rows(config, text) for text in given["then"]]
     checkpoint = given["checkpoint"]
-    # As the prefill command: JAX takes three quarters of a GPU unless told otherwise.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    # As the prefill command.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", common.MEMORY_FRACTION)
     with report.disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
     bench = Bench(checkpoint, out_dir, clock, frozenset(traced), given["profile_first"])
@@ -517,6 +522,10 @@ def _row(arm: Arm, prompt: np.ndarray, warm: WarmUp, runs: Sequence[Timed]) -> d
     median = statistics.median(times)
     stats = engine.device.memory_stats() if engine.device.platform != "cpu" else None
     exact = all(ledger.predicted.exact for ledger in ledgers)
+    predicted = sum(accounts.expected_bytes(engine.plans, passes).values())
+    moved = sum(ledger.total_bytes for ledger in ledgers)
+    if moved != predicted:
+        raise WrongBytes(f"{len(prompt)} tokens: {moved} bytes moved, {predicted} were predicted")
     return {
         "arm": arm.name,
         "prompt_tokens": len(prompt),
@@ -553,9 +562,10 @@ def _row(arm: Arm, prompt: np.ndarray, warm: WarmUp, runs: Sequence[Timed]) -> d
         "distinct_streamed": _distinct_streamed(engine, passes),
         "busiest_expert_share": _busiest(passes, len(prompt)),
         "layer_seconds": [list(part.layer_seconds) for part in passes],
-        "predicted_bytes": sum(sum(ledger.predicted.bytes.values()) for ledger in ledgers),
+        "predicted_bytes": predicted,
+        "known_before_bytes": sum(sum(ledger.predicted.bytes.values()) for ledger in ledgers),
         "most_bytes": sum(ledger.predicted.most_bytes for ledger in ledgers),
-        "moved_bytes": sum(ledger.total_bytes for ledger in ledgers),
+        "moved_bytes": moved,
         "moved_experts": sum(sum(ledger.moved_items.values()) for ledger in ledgers),
         "overlap": statistics.median(ledger.overlap or 0.0 for ledger in ledgers)
         if ledgers
@@ -641,8 +651,9 @@ def _line(row: Mapping[str, Any]) -> str:
         f"{row['numerics']}, {row['routing']}, {row['mode']}, "
         f"{row['distinct_mean']:.1f} distinct experts a layer ({row['distinct_streamed']} of the "
         f"streamed, {row['moved_experts']} moved), busiest {row['busiest_expert_share']:.1%}, "
-        f"{row['moved_bytes'] / 1e9:.2f} GB moved ({row['predicted_bytes'] / 1e9:.2f} predicted)"
-        f"{overlap}, stall {row['stall_s']:.3f} s{peak}, garbage {row['gc_pause_s']:.3f} s, "
+        f"{row['moved_bytes'] / 1e9:.2f} GB moved ({row['predicted_bytes'] / 1e9:.2f} predicted, "
+        f"{row['known_before_bytes'] / 1e9:.2f} of it before the run){overlap}, "
+        f"stall {row['stall_s']:.3f} s{peak}, garbage {row['gc_pause_s']:.3f} s, "
         f"warm-up {sum(warm['seconds']):.1f} s ({warm['compile_s']:.1f} s for "
         f"{warm['programs']} programs), sha256 {row['sha256'][:12]}"
     )

@@ -19,6 +19,10 @@ from sharding.cost import PlanError
 
 OK, INTERNAL_ERROR, USER_ERROR, STOPPED = 0, 1, 2, 130
 
+# Of a GPU's memory that JAX takes, three quarters unless told otherwise: all but what the driver,
+# compiled code and tables of page-locked memory need. XLA_PYTHON_CLIENT_MEM_FRACTION overrides it.
+MEMORY_FRACTION = "0.95"
+
 
 class UsageError(ValueError):
     """A command line that cannot be run: names the flag and what was expected."""

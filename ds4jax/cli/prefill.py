@@ -53,8 +53,7 @@ def _prefill(argv: Sequence[str]) -> int:
         resume_from=flag_values["resume_from"].value,
         overwrite=bool(flag_values["overwrite"].value),
     )
-    # JAX takes three quarters of a GPU unless told otherwise; this program wants nearly all.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", common.MEMORY_FRACTION)
     with processes.joined() as hosts, _profile(flag_values["profile_dir"].value, hosts):
         result = run_job(job, sys.stderr, hosts)
         if hosts is None or hosts.last:

@@ -111,6 +111,26 @@ def test_every_quantity_of_the_record_has_its_unit():
     assert not {key for key in found if not key.endswith(units)} - plain
 
 
+def test_where_routers_decide_the_bytes_follow_from_what_they_chose():
+    made = plans("2,3", 0.5)
+    streamed = [set(items) for each in made for items in each.experts.residency.streamed]
+    part = report(
+        ledger(range(2), 70, predicted=Prediction({"ram": 2}, {"ram": 20}, 16, 160, False)),
+        ledger(range(2, 5), 20),
+    )
+    part.counts[:] = 0
+    part.counts[0, 3:12] = 1
+    part.counts[1, 15] = 5
+    part.counts[2, :] = 1  # a layer of the stage that moves whole layers
+    chosen = len(streamed[0] & set(range(3, 12))) + len(streamed[1] & {15})
+    assert chosen > 0
+    assert accounts.expected_bytes(made, [part, part]) == {"ram": 2 * (10 * chosen + 20)}
+    found = accounts.streaming_record(made, [part], [])
+    assert found["predicted_bytes"] == {"ram": 10 * chosen + 20}
+    assert found["known_before_bytes"] == 40
+    assert not found["exactly_predicted"]
+
+
 def test_nothing_streamed_has_no_record_and_no_timeline():
     assert accounts.streaming_record(plans("5", 1.0), [report()], []) is None
     assert accounts.timeline(plans("5", 1.0), [report()]) == []

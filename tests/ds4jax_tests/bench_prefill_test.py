@@ -60,7 +60,8 @@ def test_rows_hold_the_measurements(record):
         assert len(row["seconds"]) == row["repeats"]
         assert row["rate_tokens_per_s"] * row["median_s"] == pytest.approx(row["prompt_tokens"])
         assert row["order"] == ("layer_major" if row["prompt_tokens"] > 128 else "chunk_major")
-        assert row["predicted_bytes"] <= row["moved_bytes"] <= row["most_bytes"]
+        assert row["known_before_bytes"] <= row["predicted_bytes"] == row["moved_bytes"]
+        assert row["moved_bytes"] <= row["most_bytes"]
         assert [len(part) for part in row["distinct"]] == [layers]
         assert len(row["warm_up"]["seconds"]) >= 2
         assert len(row["sha256"]) == 64
@@ -75,9 +76,10 @@ def test_whole_layers_move_as_predicted_and_routed_sets_as_many_as_are_used(reco
         if row["arm"] == "b":
             assert row["mode"] == "routed"
             assert row["moved_experts"] == row["distinct_streamed"]
+            assert row["known_before_bytes"] < row["predicted_bytes"]
         else:
             assert row["mode"] == "whole"
-            assert row["moved_bytes"] == row["predicted_bytes"] > 0
+            assert row["known_before_bytes"] == row["predicted_bytes"] > 0
             assert row["moved_experts"] == 5 * 8
 
 
@@ -233,21 +235,24 @@ def test_kernels_are_told_apart_by_their_program(monkeypatch):
         event("jit__attend.1", "softmax", 1.0),
         event("jit__experts", "gemm", 7.0),
         event("jit__embed", "gather", 0.5),
-        event("", "MemcpyH2D", 2.0),
+        event("", "MemcpyH2D", 20.0),
+        event("", "Memset", 2.0),
     ]
     monkeypatch.setattr(ops, "_device_events", lambda folder: iter(kernels))
     seconds = ops.program_seconds("somewhere")
     assert seconds == pytest.approx(
-        {"attend": 0.004, "experts": 0.007, "embed": 0.0005, "other": 0.002}
+        {"attend": 0.004, "experts": 0.007, "embed": 0.0005, "other": 0.002, "host to device": 0.02}
     )
-    assert ops.kernel_seconds("somewhere")[0] == {"kernel": "gemm", "seconds": 0.01, "calls": 2}
+    assert ops.kernel_seconds("somewhere")[1] == {"kernel": "gemm", "seconds": 0.01, "calls": 2}
     chunks = [types.SimpleNamespace(tokens=64, position=0)] * 2
     rows = ops.against_floors(seconds, testing.tiny_config(), chunks, PRESETS["official"])
-    assert [row["op"] for row in rows] == ["experts", "attend", "other", "route", "finish"]
+    names = ["experts", "attend", "other", "route", "finish", "host to device"]
+    assert [row["op"] for row in rows] == names
+    assert [row["copy"] for row in rows] == [False] * 5 + [True]
     assert rows[0]["share_of_floor"] == pytest.approx(rows[0]["floor_s"] / 0.007)
     assert rows[2]["seconds"] == pytest.approx(0.0025)
     assert rows[3]["share_of_floor"] is None
-    assert "attend        4.00 ms, floor" in ops.line(rows[1])
+    assert "attend              4.00 ms, floor" in ops.line(rows[1])
 
 
 def test_pictures_of_one_length_have_a_scale():

@@ -87,7 +87,7 @@ def test_without_time_every_process_is_left_out(tmp_path):
 
 def test_unknown_processes_are_refused(tmp_path, capsys):
     assert flash_table.main(["table", f"--out_dir={tmp_path}", "--only=12gb"]) == common.USER_ERROR
-    assert "--only has ['12gb'], expected some of full, 96gb" in capsys.readouterr().err
+    assert "--only has ['12gb'], expected some of short, full, 96gb" in capsys.readouterr().err
 
 
 def test_transformers_gets_the_layers_that_are_timed():

@@ -25,6 +25,7 @@ def record(streamed: bool = True, **changes) -> dict:
     moved = {
         "exactly_predicted": True,
         "predicted_bytes": {"ram": 700},
+        "known_before_bytes": 700,
         "predicted_most_bytes": 700,
         "moved_bytes": {"ram": 700},
         "moved_experts": {"ram": 7},
@@ -172,6 +173,24 @@ def test_names_are_escaped_and_prompts_are_not_shown():
     assert "secret" not in text
 
 
+def test_layers_are_numbered_once_a_lane_and_only_what_happened_has_a_key():
+    spans = [s._replace(end_s=s.end_s + 0.001) for s in SPANS]
+    waves = [Span("copy", "copy L1 step 1 wave 1", 1.005, 1.011, {"layer": 1, "bytes": 1})]
+    text = page._timeline([*spans, *waves], (0, 1))
+    assert re.findall(r'text-anchor="middle">(\d)</text>', text)[:3] == ["1", "0", "1"]
+    assert all(f"</i>{kind}" in text for kind in ("copy", "compute", "stall"))
+    assert "</i>disk" not in text
+
+
+def test_what_routers_asked_for_is_told_apart_from_what_was_known_before():
+    routed = record()["streaming"] | {"exactly_predicted": False, "known_before_bytes": 300}
+    assert "300 bytes of it were known, and 700 at most" in render(record(streaming=routed))
+
+
+def test_a_single_chunk_is_a_number_and_no_picture():
+    assert "One chunk: 16 tokens/s" in render(record(), chunks=(chunk(0),))
+
+
 def test_run_without_streaming_chunks_or_peak_says_so():
     found = record(False, plan_error={"peak_device_bytes": None})
     text = render(found, chunks=(), spans=())
@@ -208,13 +227,15 @@ def test_numbers_have_three_digits(value, text):
 def test_ops_are_drawn_against_their_floors_where_a_run_was_traced():
     assert "Time by op" not in render(record())
     rows = [
-        {"op": "experts", "seconds": 0.3, "floor_s": 0.15, "share_of_floor": 0.5},
-        {"op": "other", "seconds": 0.1, "floor_s": None, "share_of_floor": None},
+        {"op": "experts", "seconds": 0.3, "floor_s": 0.15, "share_of_floor": 0.5, "copy": False},
+        {"op": "in", "seconds": 0.1, "floor_s": None, "share_of_floor": None, "copy": True},
     ]
     text = render(record(ops=rows))
-    assert {"experts: 300.00 ms", "experts: floor 150.00 ms", "other: 100.00 ms"} <= set(
-        titles(text)
+    assert {"experts: 300.00 ms", "experts: floor 150.00 ms", "in: 100.00 ms"} <= set(titles(text))
+    (copy,) = (
+        e for p in pictures(text) for e in p.iter() if e.findtext("{*}title") == "in: 100.00 ms"
     )
+    assert copy.attrib["fill"] == page.COLORS["copy"]
     assert "<td>experts</td><td>300.00</td><td>150.00</td><td>50 %</td>" in text
     parser = Balance()
     parser.feed(text)
