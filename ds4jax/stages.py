@@ -143,8 +143,10 @@ class Stage:
                 on_layer=lambda layer: on_layer(self.layers[layer]),
                 paused=paused,
             )
-        seconds = sum(report.work_seconds) / len(report.distinct)
-        self.pool.measured(sum(map(len, tokens)), report.distinct, seconds)
+        # Waits for experts say nothing about how long a layer computes.
+        seconds = sum(report.work_seconds) - sum(ledger.stall_s for ledger in report.ledgers)
+        layer_seconds = max(seconds, 0.0) / len(report.distinct)
+        self.pool.measured(sum(map(len, tokens)), report.distinct, layer_seconds)
         return report
 
     def _steps(self, first_layer: int, tokens: Sequence[np.ndarray]) -> list[streaming.Step]:

@@ -129,3 +129,17 @@ def test_copies_are_issued_then_residents_compute_then_the_slab_is_taken(engine,
     engine.prefill(IDS[:CHUNK])
     # One layer that the router decides: one chunk, residents, a slab.
     assert order[-5:] == ["route", "issue", "experts", "take", "experts"]
+
+
+def test_waits_for_experts_are_no_compute_when_the_mode_is_chosen(monkeypatch):
+    options = {"streaming.resident_fraction": 0.5, "prefill.chunk_tokens": 128}
+    noted = []
+    with ds4jax.load("synthetic:tiny", options) as engine:
+        (stage,) = engine._stages
+        monkeypatch.setattr(stage.pool, "measured", lambda *values: noted.append(values))
+        (part,) = engine.prefill(np.arange(40, dtype=np.int32)).report.passes
+    ((tokens, distinct, seconds),) = noted
+    assert (tokens, distinct) == (40, part.distinct)
+    waited = sum(ledger.stall_s for ledger in part.ledgers)
+    total = max(sum(part.work_seconds) - waited, 0.0)
+    assert seconds == pytest.approx(total / len(part.distinct))
