@@ -1,4 +1,4 @@
-"""Rows gathered by place, with their channels in operand order and rounded to E4M3 if wanted."""
+"""Rows to their places, ordered for the operands and rounded if wanted; results to their slots."""
 
 import functools
 
@@ -12,6 +12,7 @@ from pallas_kernels.codecs.decode import power_of_two
 
 ROWS = 32
 BLOCK = 128
+COLUMNS = 512
 
 
 def arrange(
@@ -42,6 +43,40 @@ def arrange(
         interpret=interpret,
         name="routed_experts_arrange",
     )(*arrays)
+
+
+def put_back(
+    y: jax.Array, source: jax.Array, used: jax.Array, slots: jax.Array, *, interpret: bool
+) -> jax.Array:
+    """`slots` with y[place] in row source[place], for the first `used` places; written in place.
+
+    y       [places, D], D a multiple of 512; slots [rows, D] of the same dtype.
+    source  i32 [places], all different or `rows` for none, as in the last place; used i32 [1].
+    """
+    places, hidden = y.shape
+    return pl.pallas_call(
+        _put_back_kernel,
+        grid=(hidden // COLUMNS, pl.cdiv(places, ROWS)),
+        out_shape=jax.ShapeDtypeStruct(slots.shape, slots.dtype),
+        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        input_output_aliases={3: 0},
+        interpret=interpret,
+        name="routed_experts_put_back",
+    )(used, y, source, slots)
+
+
+def _put_back_kernel(used_ref, y_ref, source_ref, _, out_ref):
+    block, first = pl.program_id(0), pl.program_id(1) * ROWS
+
+    @pl.when(first < used_ref[0])
+    def _():
+        # Lanes beyond the last place repeat it; no row belongs there.
+        place = jnp.minimum(first + jnp.arange(ROWS, dtype=jnp.int32), y_ref.shape[0] - 1)
+        column = block * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
+        row = source_ref[place]
+        y = y_ref[place[:, None], column[None, :]]
+        valid = (row < out_ref.shape[0])[:, None]
+        plt.store(out_ref.at[row[:, None], column[None, :]], y, mask=valid)
 
 
 def _kernel(used_ref, x_ref, *refs, order, quantize, places):

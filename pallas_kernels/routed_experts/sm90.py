@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.routed_experts import sm90_fragments
-from pallas_kernels.routed_experts.arrange import arrange
+from pallas_kernels.routed_experts.arrange import arrange, put_back
 from pallas_kernels.routed_experts.ordering import RowOrder, order_rows
 from pallas_kernels.routed_experts.slab import ExpertSlab, unreadable
 from pallas_kernels.routed_experts.sm90_kernel import (
@@ -54,16 +54,18 @@ def expert_slots(
     order = order_rows(ids, where, sum(slab.experts for slab in slabs))
     kind = "fp8" if quantize_input else "bf16"
     place = functools.partial(arrange, quantize=quantize_input, interpret=interpret)
-    out = slots
-    if out is None:
+    if slots is None:
         fill = jnp.where(ids >= 0, jnp.nan, 0.0).astype(x.dtype)
         out = jnp.broadcast_to(fill[..., None], (tokens, k, hidden))
+    else:
+        out = slots
     out = out.reshape(tokens * k, hidden)
     first = 0
     for slab in slabs:
         places = place_rows(order, first, slab.experts, schedule.rows)
         first += slab.experts
-        rows, row_scale = place(x, places.source // k, places.used, order=kind)
+        row = jnp.minimum(places.source, tokens * k - 1)
+        rows, row_scale = place(x, row // k, places.used, order=kind)
         h = grouped_product(
             Product(kind, limit, schedule, blocks, interpret),
             rows,
@@ -72,7 +74,7 @@ def expert_slots(
             slab.gate_up_scale,
             *_bands(slab.gate_up_scale, kind),
             places.tiles,
-            weights.reshape(-1)[places.source],
+            weights.reshape(-1)[row],
         )
         if quantize_input:
             # Its channels are in operand order already.
@@ -87,8 +89,12 @@ def expert_slots(
             places.tiles,
             None,
         )
-        served = places.position >= 0
-        out = jnp.where(served[:, None], y[jnp.maximum(places.position, 0)], out)
+        if slots is None:
+            # XLA joins these passes, of all slabs, and what the program does with the result.
+            served = places.position >= 0
+            out = jnp.where(served[:, None], y[jnp.maximum(places.position, 0)], out)
+        else:
+            out = put_back(y, places.source, places.used, out, interpret=interpret)
     return out.reshape(tokens, k, hidden)
 
 
@@ -122,7 +128,7 @@ def wide_experts(slab: ExpertSlab) -> np.ndarray:
 class Places:
     """Where the rows of some experts go: those of an expert from a multiple of ROW_GRAIN on.
 
-    source    i32 [P]: routed row of each place; row 0 in places that stay empty.
+    source    i32 [P]: routed row of each place, R in places that stay empty.
     position  i32 [R]: place of each routed row, -1 for rows of other experts.
     tiles     (expert, start, count) i32 [tiles], and i32 [1] how many of them are used.
     used      i32 [1]: places up to the last row.
@@ -151,7 +157,7 @@ def place_rows(order: RowOrder, first: int, experts: int, tile: int) -> Places:
     place = (ends - padded)[expert] + row - starts[expert]
     position = jnp.full(total, -1, jnp.int32)
     position = position.at[order.rows].set(jnp.where(served, place, -1), unique_indices=True)
-    source = jnp.zeros(places, jnp.int32)
+    source = jnp.full(places, total, jnp.int32)
     source = source.at[jnp.where(served, place, places)].set(order.rows, mode="drop")
     needed = (counts + tile - 1) // tile
     tile_ends = jnp.cumsum(needed)
