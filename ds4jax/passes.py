@@ -67,8 +67,9 @@ class Pass:
 class PassReport:
     """How a pass went.
 
-    work_seconds  device time of each chunk, summed over the layers that were visited
-    layer_seconds the same by layer
+    work_seconds  device time of each chunk, summed over the layers that were visited; a chunk
+                  counts its own attention and, but for the first, the experts of the one before
+    layer_seconds the same by layer, exactly
     counts        i64 [layers, E], how many rows chose each expert
     distinct      distinct experts of each layer visited
     ledgers       what was streamed, by stage; empty when nothing is
@@ -127,7 +128,7 @@ def run(
         except BaseException:
             pool.abort()
             raise
-        seconds = clock.seconds(visited, len(batch.works))
+        seconds = clock.seconds()
     return PassReport(
         tuple(seconds.sum(axis=0).tolist()),
         tuple(seconds.sum(axis=1).tolist()),
@@ -195,6 +196,7 @@ def _visit(
             shelf.put(index, streams)
             del streams, routing, slots, through_parts
         del parts
+        clock.ended(done[-1], together=False)
         if streamed:
             pool.computed(number, 0, done[-1], ready[0])
         return
@@ -251,9 +253,11 @@ def _visit(
         held.sweep(again=False),
         strict=True,
     ):
-        shelf.put(
-            index, runner.finish(place, shelf.take(index), routings.take(index), held.take(index))
-        )
+        streams = runner.finish(place, shelf.take(index), routings.take(index), held.take(index))
+        if index + 1 == len(works):
+            clock.ended(runner.tick(streams), together=True)
+        shelf.put(index, streams)
+        del streams
 
 
 def _settle(
@@ -305,11 +309,15 @@ def plan_steps(
 
 
 class _StepClock:
-    """Notes when the router of every (layer, chunk) has run, on a thread that only waits."""
+    """Notes when the router of every (layer, chunk) has run, and when a layer is over.
+
+    On a thread that only waits.
+    """
 
     def __init__(self) -> None:
         self._began_s = time.perf_counter()
         self._times: list[float] = []
+        self._together: list[bool] = []
         self._arrays: queue.SimpleQueue[jax.Array | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="step-clock", daemon=True)
 
@@ -325,11 +333,28 @@ class _StepClock:
         """A (layer, chunk) is over its router when `array` is ready."""
         self._arrays.put(array)
 
-    def seconds(self, layers: int, works: int) -> np.ndarray:
-        """Seconds [layers, works] from one router to the next; the last one ends now."""
+    def ended(self, array: jax.Array, *, together: bool) -> None:
+        """A layer is over when `array` is ready.
+
+        together  whether the chunks met its experts after the last router, slab by slab
+        """
+        self._together.append(together)
+        self._arrays.put(array)
+
+    def seconds(self) -> np.ndarray:
+        """Seconds [layers, works], each from one router to the next.
+
+        What follows a layer's last router, experts and the end, counts for the first chunk, which
+        has waited for no other's; where the chunks went together it is divided among them.
+        """
         self.__exit__()
-        times = [self._began_s, *self._times[1:], time.perf_counter()]
-        return np.diff(np.asarray(times)).reshape(layers, works)
+        together = np.asarray(self._together)
+        times = np.asarray(self._times).reshape(len(together), -1)
+        begins = np.concatenate([[self._began_s], times[:-1, -1]])
+        spans = np.diff(times, axis=1, prepend=begins[:, None])
+        seconds, rest = spans[:, :-1], spans[:, -1]
+        seconds[:, 0] += np.where(together, 0.0, rest)
+        return seconds + np.where(together, rest / seconds.shape[1], 0.0)[:, None]
 
     def _watch(self) -> None:
         while (array := self._arrays.get()) is not None:

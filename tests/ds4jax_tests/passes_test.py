@@ -143,3 +143,12 @@ def test_waits_for_experts_are_no_compute_when_the_mode_is_chosen(monkeypatch):
     waited = sum(ledger.stall_s for ledger in part.ledgers)
     total = max(sum(part.work_seconds) - waited, 0.0)
     assert seconds == pytest.approx(total / len(part.distinct))
+
+
+def test_time_after_the_last_router_is_the_first_chunks_or_that_of_all():
+    clock = passes._StepClock()
+    with clock:
+        pass  # nothing to watch
+    clock._began_s, clock._together = 0.0, [False, True]
+    clock._times = [1.0, 3.0, 10.0, 11.0, 12.0, 20.0]  # two routers and an end for each layer
+    np.testing.assert_allclose(clock.seconds(), [[8.0, 2.0], [5.0, 5.0]])
