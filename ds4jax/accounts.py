@@ -110,6 +110,16 @@ def _peer_record(experts: ExpertPlan) -> dict[str, Any] | None:
     }
 
 
+def neighbours(found: RunPlan) -> list[dict[str, Any]]:
+    """What devices without a stage may do for those with one, and what the run then takes."""
+    best = found.choice.objective_ns
+    names = [name for name, ns in found.neighbours if ns == best]
+    return [
+        {"neighbours": name, "predicted_s": ns / 1e9, "chosen": name in names[:1]}
+        for name, ns in found.neighbours
+    ]
+
+
 def streaming_record(
     plans: Sequence[Plan],
     passes: Sequence[PassReport],

@@ -345,6 +345,7 @@ def run_record(
             "available_bytes": engine.available_bytes,
         },
         "plan": accounts.plan_record(engine.plans, names),
+        "neighbours": [] if engine.run_plan is None else accounts.neighbours(engine.run_plan),
         "streaming": accounts.streaming_record(
             engine.plans, passes, [pins for each in endings for pins in each.page_locking]
         ),

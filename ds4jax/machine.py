@@ -14,7 +14,7 @@ from ds4jax import admission, costs
 from ds4jax.config import ConfigError
 from ds4jax.experts import LINK_BYTES_PER_S
 from ds4jax.run_config import RunConfig
-from sharding.cost import DeviceCost, HostCost, uniform_links
+from sharding.cost import DeviceCost, HostCost, PeerLink, uniform_links
 from sharding.machine import machine_rows, read_machine
 
 _DISK_BYTES_PER_S = 2_000_000_000  # of a file that is not in the page cache, until it is measured
@@ -30,6 +30,7 @@ class Machine:
     host_bytes    of host memory for streamed experts
     rates, table  of devices with speed 1000
     one_memory    host and devices share one memory: streaming makes nothing fit
+    peers         links by which a device may serve another one as an expert tier
     notes         what was assumed
     """
 
@@ -42,6 +43,7 @@ class Machine:
     rates: costs.Rates
     table: costs.LayerTable
     one_memory: bool = False
+    peers: tuple[PeerLink, ...] = ()
     notes: tuple[str, ...] = ()
 
     def chosen(self, indices: Sequence[int]) -> "Machine":
@@ -64,7 +66,19 @@ class Machine:
                 )
                 for i in indices
             ),
+            peers=tuple(
+                dataclasses.replace(link, owner=owner, peer=peer)
+                for link in self.peers
+                for owner, i in enumerate(indices)
+                for peer, j in enumerate(indices)
+                if (link.owner, link.peer) == (i, j) and indices.count(j) == 1
+            ),
         )
+
+    def serving(self, *, holds: bool, relays: bool) -> "Machine":
+        """The same machine with neighbours that serve in these ways only."""
+        links = (dataclasses.replace(link, holds=holds, relays=relays) for link in self.peers)
+        return dataclasses.replace(self, peers=tuple(links) if holds or relays else ())
 
 
 def local_machine(
@@ -104,6 +118,14 @@ def local_machine(
     limits = [record["devices"][known.index(each)].get("memory_bytes") for each in wanted]
     usable = [min(each, limit or each) for each, limit in zip(usable, limits, strict=True)]
     return _from_record(record, wanted, usable, host, item_bytes, one_memory)
+
+
+def probed(config: RunConfig, device: jax.Device) -> bool:
+    """Whether the machine file has this device."""
+    if config.machine.file is None:
+        return False
+    rows = read_machine(config.machine.file)["devices"]
+    return (device.id, device.device_kind) in [(row["id"], row["kind"]) for row in rows]
 
 
 def planned_machine(
@@ -157,7 +179,7 @@ def _assumed(names: Sequence[str], memory: Sequence[int], host: int, one_memory:
         one_memory=one_memory,
         notes=(
             "there is no machine file: times are those of an H200 behind a link of "
-            f"{LINK_BYTES_PER_S / 1e9:.0f} GB/s",
+            f"{LINK_BYTES_PER_S / 1e9:.0f} GB/s, and devices without a stage stay idle",
         ),
     )
 
@@ -203,6 +225,7 @@ def _from_record(
         rates=rates,
         table=table,
         one_memory=one_memory,
+        peers=rows.peers,
         notes=tuple(notes),
     )
 

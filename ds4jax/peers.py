@@ -1,8 +1,9 @@
-"""What a neighbour device does for a stage, by `config.peer`: how many experts go which way.
+"""What a neighbour device does for a stage: how many experts go which way.
 
 It can own experts of every layer and compute them (see `owners`), hold some of the streamed ones
-in its memory, and pass others on from host memory over its own host link. None of this changes a
-bit on devices of one kind.
+in its memory, and pass others on from host memory over its own host link: as `config.peer` says,
+or, the last two, where the plan expects less time. None of this changes a bit on devices of one
+kind.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ class PeerShares:
 
 def cold_experts(config: PeerConfig, experts: int) -> int:
     """How many experts of every layer the neighbour computes; rounds down."""
-    return 0 if config.devices is None else _share(config.compute_fraction, experts)
+    return _share(config.compute_fraction, experts) if config.by_hand else 0
 
 
 def divide(config: PeerConfig, device: str | None, streamed: Items) -> PeerShares | None:
@@ -58,6 +59,28 @@ def divide(config: PeerConfig, device: str | None, streamed: Items) -> PeerShare
         held.append(items[middle:])
         relayed.append(items[begin:middle])
     return PeerShares(device, tuple(held), tuple(relayed), config.exchange == "collective")
+
+
+def planned(device: str, streamed: Items, held: int, relayed: int) -> PeerShares:
+    """As many experts as were planned, spread over the layers; the first ones of a layer stay."""
+    held_counts = _spread(held, [len(items) for items in streamed])
+    rest = [len(items) - count for items, count in zip(streamed, held_counts, strict=True)]
+    relayed_counts = _spread(relayed, rest)
+    ends = [end - count for end, count in zip(rest, relayed_counts, strict=True)]
+    return PeerShares(
+        device,
+        tuple(items[middle:] for items, middle in zip(streamed, rest, strict=True)),
+        tuple(items[end:middle] for items, end, middle in zip(streamed, ends, rest, strict=True)),
+    )
+
+
+def _spread(total: int, limits: Sequence[int]) -> list[int]:
+    """`total` over places as evenly as their limits allow; more goes to higher limits."""
+    given = [0] * len(limits)
+    for done, at in enumerate(sorted(range(len(limits)), key=lambda at: (limits[at], at))):
+        given[at] = min(limits[at], total // (len(limits) - done))
+        total -= given[at]
+    return given
 
 
 def paths(streamed: Items, tier: str, shares: PeerShares | None) -> dict[str, Items]:
@@ -79,24 +102,35 @@ def paths(streamed: Items, tier: str, shares: PeerShares | None) -> dict[str, It
 
 def path_count(config: PeerConfig) -> int:
     """Over how many paths streamed experts can come."""
-    if config.devices is None:
+    if not config.by_hand:
         return 1
     return 1 + bool(config.memory_fraction) + bool(config.relay_fraction)
+
+
+def slab_rows(by_tier: Mapping[str, Items], waves: int) -> dict[str, int]:
+    """Experts that slabs of each path have room for, with layers in so many waves."""
+    # A partial slab is put together from pieces that are alive beside it.
+    return {tier: max(-(-max(map(len, items)) // waves), 2) for tier, items in by_tier.items()}
 
 
 def budgets(
     by_tier: Mapping[str, Items], slab_bytes: int | None, item_bytes: int, window: int
 ) -> dict[str, int | None]:
-    """The slab budget of each path: its share by experts, at least what single ones need."""
+    """The slab budget of each path: that of the fewest waves, and its share of what is left."""
     if slab_bytes is None or len(by_tier) == 1:
         return dict.fromkeys(by_tier, slab_bytes)
     sizes = {tier: max(map(len, items)) for tier, items in by_tier.items()}
-    # A partial slab is put together from pieces that are alive beside it.
-    least, total = 2 * live_bound(window) * item_bytes, sum(sizes.values())
-    found = {tier: max(slab_bytes * size // total, least) for tier, size in sizes.items()}
-    largest = max(found, key=lambda tier: found[tier])
-    found[largest] -= max(min(sum(found.values()) - slab_bytes, found[largest] - least), 0)
-    return dict(found)
+    live, largest = live_bound(window) * item_bytes, max(sizes, key=lambda tier: sizes[tier])
+    waves = next(
+        (n for n in range(1, sizes[largest]) if sum(slab_rows(by_tier, n).values()) * live
+         <= slab_bytes),
+        sizes[largest],
+    )  # fmt: skip
+    found = {tier: rows * live for tier, rows in slab_rows(by_tier, waves).items()}
+    left = max(slab_bytes - sum(found.values()), 0)
+    more = {tier: left * size // sum(sizes.values()) for tier, size in sizes.items()}
+    more[largest] += left - sum(more.values())
+    return {tier: nbytes + more[tier] for tier, nbytes in found.items()}
 
 
 def find(device: str, home: jax.Device) -> jax.Device:

@@ -18,7 +18,7 @@ from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import ConfigError
 from ds4jax.experts import ExpertPlan
-from ds4jax.machine import Machine, local_machine
+from ds4jax.machine import Machine, local_machine, probed
 from ds4jax.rows import Prompts, Run
 from ds4jax.run_config import RunConfig
 from sharding import split
@@ -89,6 +89,8 @@ class RunPlan:
     places   of each stage: the index of its device in the machine that was planned for
     choice   the planner's plan: times, ties, runners-up, suggestions
     tier     of streamed experts; waves: whether slabs hold less than the share of a layer
+    neighbours  what the best plan takes by what devices without a stage may do, in nanoseconds;
+             empty where there is none to be asked
     """
 
     stages: tuple[Plan, ...]
@@ -97,6 +99,7 @@ class RunPlan:
     run: Run
     tier: str
     waves: bool
+    neighbours: tuple[tuple[str, int], ...] = ()
 
     def predict(self, prompts: Prompts) -> Prediction:
         """What reading `prompts` takes with this layout."""
@@ -112,16 +115,31 @@ class RunPlan:
         (schedule,) = problem.schedules
         priced = split.price_plan(problem, schedule, self.choice)
         slowest = max(priced.stages, key=lambda stage: stage.time_ns)
-        moved = schedule.passes * sum(stage.host_experts for stage in priced.stages)
-        streams = any(plan.experts.streams for plan in self.stages)
+        moved = schedule.passes * sum(
+            stage.host_experts + stage.peer_experts + stage.relayed_experts
+            for stage in priced.stages
+        )
         return Prediction(
             seconds=max(priced.objective_ns, self._shared_ns(priced)) / 1e9,
             compute_s=schedule.passes * slowest.compute_ns / 1e9,
             copy_s=schedule.passes * slowest.stream_ns / 1e9,
             bubble_s=priced.bubble_ns / 1e9,
-            moved_bytes={self.tier: moved * problem.expert_bytes} if streams else {},
+            moved_bytes={
+                tier: moved * count // sum(self._streamed().values()) * problem.expert_bytes
+                for tier, count in self._streamed().items()
+            },
             exact=set(schedule.distinct) == {self.run.experts},
         )
+
+    def _streamed(self) -> dict[str, int]:
+        """Streamed experts by the tier that they come from."""
+        found: dict[str, int] = {}
+        for plan in self.stages:
+            if plan.experts.streams:
+                by_tier = peers.paths(plan.experts.residency.streamed, self.tier, plan.experts.peer)
+                for tier, items in by_tier.items():
+                    found[tier] = found.get(tier, 0) + sum(map(len, items))
+        return found
 
     def _shared_ns(self, priced: split.Plan) -> int:
         """Time of the busiest device that has several stages, which take turns on it."""
@@ -150,8 +168,10 @@ def plan_run(
     Raises PlanError with the missing bytes, and with settings that would fit, when nothing does.
     """
     indices = stage_indices(config, source.config.num_hidden_layers, len(machine.devices))
-    run = Run.of(source, config, machine.chosen(indices), capacity)
-    found = _search(run, _known(prompts), places=indices)
+    idle = _idle(config, indices, range(len(machine.devices)))
+    run = Run.of(source, config, machine.chosen([*indices, *idle]), capacity)
+    found = _with_neighbours(run, _known(prompts), indices, idle)
+    run = _alone(run, len(indices))
     if found is None:
         raise PlanError(_refusal(run, _known(prompts), device))
     if recommend:
@@ -178,13 +198,16 @@ def plan_local(
 ) -> RunPlan:
     """`plan_run` on this machine: places count `devices`, of which those that are free are used."""
     indices = stage_indices(config, source.config.num_hidden_layers, len(devices))
-    used = sorted(set(indices))
+    known = [i for i in range(len(devices)) if i not in indices and probed(config, devices[i])]
+    idle = _idle(config, indices, known)
+    used = sorted({*indices, *idle})
     item = keys.expert_bytes(source.config, source.infos())
     machine = local_machine(config, [devices[i] for i in used], item)
-    machine = machine.chosen([used.index(i) for i in indices])
+    machine = machine.chosen([used.index(i) for i in (*indices, *idle)])
     run = Run.of(source, config, machine, capacity)
-    found = _search(run, _known(prompts), places=indices)
+    found = _with_neighbours(run, _known(prompts), indices, idle)
     if found is None:
+        run = _alone(run, len(indices))
         raise PlanError(_refusal(run, _known(prompts), devices[indices[0]]))
     return found
 
@@ -228,27 +251,89 @@ def stage_indices(config: RunConfig, layers: int, devices: int) -> list[int]:
     return options.device_indices(len(options.stages(layers)), devices)
 
 
+def _idle(config: RunConfig, indices: Sequence[int], devices: Sequence[int]) -> list[int]:
+    """The devices beside those of stages that the planner may ask; it divides others itself."""
+    if not config.peer.automatic or config.pipeline.automatic:
+        return []
+    return [device for device in devices if device not in indices]
+
+
+def _alone(run: Run, devices: int) -> Run:
+    """The run on its first devices, which do nothing for each other."""
+    machine = run.machine.chosen(range(devices)).serving(holds=False, relays=False)
+    return dataclasses.replace(run, machine=machine)
+
+
+# What neighbours may do, in the order in which ties are taken: (hold experts, relay them).
+_NEIGHBOURS = {
+    "none": (False, False),
+    "memory": (True, False),
+    "relay": (False, True),
+    "memory and relay": (True, True),
+}
+
+
+def _with_neighbours(
+    run: Run, prompts: Prompts, indices: Sequence[int], idle: Sequence[int]
+) -> RunPlan | None:
+    """The best plan with and without what neighbours may do; None if nothing fits.
+
+    indices, idle  what the devices of `run` are called: those that may have stages, and the others
+    Raises PlanError as `_search` does.
+    """
+    alone, refusal = _alone(run, len(indices)), None
+    found: dict[str, RunPlan] = {}
+    for name, (holds, relays) in _NEIGHBOURS.items():
+        if name != "none" and not (run.config.peer.automatic and run.machine.peers):
+            break
+        machine = run.machine.serving(holds=holds, relays=relays)
+        served = dataclasses.replace(run, machine=machine) if name != "none" else alone
+        places = [*indices, *idle] if name != "none" else indices
+        try:
+            plan = _search(served, prompts, places=places, stages=len(indices))
+        except PlanError as error:
+            refusal = refusal or error
+            continue
+        if plan is not None:
+            found[name] = plan
+    if not found:
+        if refusal is not None:
+            raise refusal
+        return None
+    times = tuple((name, plan.choice.objective_ns) for name, plan in found.items())
+    best = min(found, key=lambda name: found[name].choice.objective_ns)
+    asked = run.config.peer.automatic and run.machine.peers
+    return dataclasses.replace(found[best], neighbours=times if asked else ())
+
+
 def _known(prompts: Sequence[int]) -> Prompts:
     return Prompts.of(*(prompts or [_UNKNOWN_PROMPT_TOKENS]))
 
 
 def _search(
-    run: Run, prompts: Prompts, *, places: Sequence[int] = (0,), layers: range | None = None
+    run: Run,
+    prompts: Prompts,
+    *,
+    places: Sequence[int] = (0,),
+    layers: range | None = None,
+    stages: int | None = None,
 ) -> RunPlan | None:
     """The best plan on the devices of `run`, or of one stage that has `layers`; None if none fits.
 
     places  what the devices are called in the plan
+    stages  how many of them may have layers; None for all
     Raises PlanError when it fits but for the host memory that config.streaming.tier asks for.
     """
     options = run.config.streaming
-    divided = len(places) > 1 or len(layers or ()) not in (0, run.model.num_hidden_layers)
+    most = len(places) if stages is None else stages
+    divided = most > 1 or len(layers or ()) not in (0, run.model.num_hidden_layers)
     if options.activations == "host" and (divided or run.experts < run.model.n_routed_experts):
         raise PlanError(
             "config.streaming.activations is 'host' and layers or experts are divided over "
             "devices, whose micro-batches stay on the device: expected device or auto"
         )
     for tier in ("ram", "disk") if options.tier == "auto" else (options.tier,):
-        found = _with_tier(run, prompts, tier, layers, places)
+        found = _with_tier(run, prompts, tier, layers, places, most)
         if found is None:
             return None
         store = sum(plan.store_bytes for plan in found.stages)
@@ -271,15 +356,15 @@ def _search(
 
 
 def _with_tier(
-    run: Run, prompts: Prompts, tier: str, layers: range | None, places: Sequence[int]
+    run: Run, prompts: Prompts, tier: str, layers: range | None, places: Sequence[int], most: int
 ) -> RunPlan | None:
     best: tuple[split.Plan, bool] | None = None
     slabs = (False, True) if run.config.streaming.slab_bytes is None else (True,)
-    for waves, kept in itertools.product(slabs, _activation_places(run, places, layers)):
+    for waves, kept in itertools.product(slabs, _activation_places(run, most, layers)):
         if kept == "host" and best is not None and best[0].schedule.passes == 1:
             continue  # the micro-batch fits on the device
         problem = run.problem(
-            prompts, tier=tier, waves=waves, layers=layers, stages=len(places), activations=kept
+            prompts, tier=tier, waves=waves, layers=layers, stages=most, activations=kept
         )
         try:
             choice = _plain_order(run.config, _choose(run.config, problem, layers))
@@ -297,17 +382,19 @@ def _with_tier(
         begin = stage.range.begin + (0 if layers is None else layers.start)
         own = range(begin, begin + stage.range.end - stage.range.begin)
         neighbour = _neighbour(run, own) if layers is not None else (number, len(choice.stages))
-        stages.append(_stage(run, choice, stage, tier, own, run.config.peer.device(*neighbour)))
+        served = None if stage.range.peer is None else str(places[stage.range.peer])
+        peer = run.config.peer.device(*neighbour) or served
+        stages.append(_stage(run, choice, stage, tier, own, peer))
     at = tuple(places[stage.range.device] for stage in choice.stages)
     return RunPlan(tuple(stages), at, choice, run, tier, waves)
 
 
-def _activation_places(run: Run, places: Sequence[int], layers: range | None) -> tuple[str, ...]:
+def _activation_places(run: Run, stages: int, layers: range | None) -> tuple[str, ...]:
     """Where the activations of micro-batches may wait; the first one wins a tie."""
     asked = run.config.streaming.activations
     if asked != "auto":
         return (asked,)
-    divided = len(places) > 1 or len(layers or ()) not in (0, run.model.num_hidden_layers)
+    divided = stages > 1 or len(layers or ()) not in (0, run.model.num_hidden_layers)
     whole = not divided and run.experts == run.model.n_routed_experts
     return activations.PLACES if whole and not run.machine.one_memory else ("device",)
 
@@ -347,12 +434,18 @@ def _stage(
     """What the engine needs to know of a stage that was planned."""
     config, item = run.config, run.item_bytes
     residency = _residency(run, layers, stage.residents)
-    shares = peers.divide(config.peer, peer, residency.streamed)
+    if peer is None or config.peer.by_hand:
+        shares = peers.divide(config.peer, peer, residency.streamed)
+    else:
+        shares = _planned_shares(stage, peer, residency.streamed)
     share, slabs, ring, store = max(map(len, residency.streamed)), None, 0, 0
     if share:
         waves = -(-share // stage.slab_experts)
         size, problem = -(-share // waves), choice.problem
         slabs = problem.ring_slots * item * max(size, problem.ring_least)
+        if stage.range.peer is not None:
+            rows = peers.slab_rows(peers.paths(residency.streamed, tier, shares), waves)
+            slabs = problem.ring_slots * item * sum(rows.values())
         ring = (run.window(tier) + 1) * size * item
         # Layers with the same experts share host memory.
         kept = set(
@@ -374,6 +467,16 @@ def _stage(
     tokens, kept = choice.schedule.micro_batch_tokens, choice.schedule.activations
     waiting = run.waiting_bytes(tokens) if kept == "host" else 0
     return Plan(layers, plan, tokens, price, store if tier == "ram" else ring, kept, waiting)
+
+
+def _planned_shares(
+    stage: split.StagePlan, peer: str, streamed: peers.Items
+) -> peers.PeerShares | None:
+    """The experts that the planner has a neighbour serve; None if it leaves it idle."""
+    moved = stage.host_experts + stage.peer_experts + stage.relayed_experts
+    count, held = sum(map(len, streamed)), stage.peer_residents
+    relayed = min(-(-stage.relayed_experts * count // max(moved, 1)), count - held)
+    return peers.planned(peer, streamed, held, relayed) if held or relayed else None
 
 
 def _residency(run: Run, layers: range, residents: int) -> streaming.Residency:

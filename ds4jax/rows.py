@@ -36,6 +36,7 @@ from streaming.window import live_bound
 # are alive beside it, so slabs of one would hold nothing.
 _LAUNCHES_NS = 100_000  # of the programs of a part of the experts
 _WAVES = (128, 64, 32, 16, 8, 4, 2)
+_PEER_RING = 6  # a slab over three paths: each rounds its part up, and holds two at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +172,7 @@ class Run:
         units = _WAVES if waves else (WHOLE_LAYER,)
         if options.slab_bytes is not None:
             unit = options.slab_bytes // (live * self.item_bytes)
+            unit -= _PEER_RING if machine.peers else 0
             if unit < least:
                 raise PlanError(
                     f"config.streaming.slab_bytes is {options.slab_bytes}, slabs of {live} x "
@@ -178,6 +180,9 @@ class Run:
                 )
             units = (unit,)
         link = machine.disk_bytes_per_s if tier == "disk" else None
+        if link is not None:  # relayed experts would wait in host memory
+            holds = any(each.holds for each in machine.peers)
+            machine = machine.serving(holds=holds, relays=False)
         return Problem(
             layers=tuple(
                 LayerCost(
@@ -208,10 +213,12 @@ class Run:
             ring_units=units,
             upload_overhead_ns=machine.upload_overhead_ns,
             layer_residents=self.asked_residents(),
+            peer_ring_experts=_PEER_RING,
             embed_bytes=parts.embed if first else 0,
             head_bytes=parts.head if last else 0,
             # All devices read one disk.
             hosts=machine.hosts if link is None else (HostCost("disk", link),),
+            peers=machine.peers,
         )
 
     def _schedules(

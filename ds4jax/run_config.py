@@ -371,10 +371,11 @@ class PeerConfig(_Section):
 
     prefix = "config.peer"
 
-    devices: str | None = _key(
-        None,
+    devices: str = _key(
+        "auto",
         "The neighbour of each stage: its index among JAX's local devices, or cpu; for example 1 "
-        "or 2,3. Default: none.",
+        "or 2,3. none = no neighbours; auto = devices without a stage hold or pass on streamed "
+        "experts where the machine file has their links and the plan expects less time.",
     )
     compute_fraction: float = _key(
         0.0,
@@ -410,15 +411,25 @@ class PeerConfig(_Section):
                 f"config.peer.relay_fraction is {self.relay_fraction}, expected at most 1 together"
             )
         shares = (self.compute_fraction, self.memory_fraction, self.relay_fraction)
-        if self.devices is None and any(shares):
+        if not self.by_hand and any(shares):
             raise ConfigError(
-                "config.peer has shares for a neighbour, but config.peer.devices names none: "
-                "expected the device of each stage's neighbour"
+                "config.peer has shares for a neighbour, but config.peer.devices is "
+                f"{self.devices}: expected the device of each stage's neighbour"
             )
 
+    @property
+    def by_hand(self) -> bool:
+        """Whether the configuration names the neighbours and their shares."""
+        return self.devices not in ("auto", "none")
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the planner may use devices without a stage."""
+        return self.devices == "auto"
+
     def device(self, stage: int, stages: int) -> str | None:
-        """The neighbour of a stage; raises ConfigError unless every stage has one."""
-        if self.devices is None:
+        """The neighbour that a stage was given; raises ConfigError unless every one has one."""
+        if not self.by_hand:
             return None
         names = self.devices.split(",")
         if len(names) != stages or any(name != "cpu" and not name.isdecimal() for name in names):

@@ -221,7 +221,8 @@ class RangeTable:
         peer_ns = transfer_ns(problem.expert_bytes, link.bytes_per_s)
         row = problem.devices[peer]
         relay_ns = transfer_ns(problem.expert_bytes, row.host_link_bytes_per_s)
-        space = np.maximum(row.memory_bytes // problem.expert_bytes - self.ring, 0)
+        space = row.memory_bytes // problem.expert_bytes - self.ring
+        relays, space = link.relays & (space >= 0), np.maximum(space, 0)
         held = np.minimum(space, apart) if link.holds else np.zeros_like(apart)
         # Of the experts that a pass moves, the share that the peer can hold.
         kept = np.where(apart > 0, experts * held // np.maximum(apart, 1), 0)
@@ -231,7 +232,7 @@ class RangeTable:
             relay = np.maximum(through - kept, 0) * relay_ns
             return own, np.maximum(through * peer_ns, relay)
 
-        low, high = np.zeros_like(experts), experts if link.relays else kept
+        low, high = np.zeros_like(experts), np.where(relays, experts, kept)
         for _ in range(int(experts.max(initial=1)).bit_length()):
             middle = (low + high) // 2
             own, other = slowest(middle)

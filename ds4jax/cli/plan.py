@@ -144,6 +144,7 @@ def _record(found: RunPlan, config: RunConfig, prompts: Sequence[int]) -> dict[s
         "recommended": [
             {"setting": setting, "predicted_s": ns / 1e9} for setting, ns in choice.suggestions
         ],
+        "neighbours": accounts.neighbours(found),
         "assumed": list(machine.notes),
         "stages": stages,
     }
@@ -177,6 +178,9 @@ def _lines(found: RunPlan, record: Mapping[str, Any]) -> list[str]:
     lines += [f"  {_alternative_line(tie)}" for tie in record["ties"][1:]]
     lines.append("runners-up:" if record["runners_up"] else "runners-up: none")
     lines += [f"  {_alternative_line(other)}" for other in record["runners_up"][:8]]
+    for each in record["neighbours"]:
+        taken = ", taken" if each["chosen"] else ""
+        lines.append(f"neighbours, {each['neighbours']}: {each['predicted_s']:.3f} s{taken}")
     for each in record["recommended"]:
         lines.append(
             f"would be faster, and give other bits: --{each['setting']} "
@@ -213,8 +217,15 @@ def _stage_lines(stage: Mapping[str, Any], record: Mapping[str, Any]) -> list[st
     }
     if moved:
         rate = stage["link_bytes_per_s"]
+        source = f"{stage['tier']} at {rate / 1e9:.1f} GB/s"
+        if (peer := stage["peer"]) is not None:
+            held, relayed = (
+                sum(peer[f"{kind}_experts_per_layer"]) * stage["expert_bytes"]
+                for kind in ("held", "relayed")
+            )
+            source += f", {held} of them from device {peer['device']}, {relayed} through it"
         rows |= {
-            "streamed": f"{moved} bytes a pass from {stage['tier']} at {rate / 1e9:.1f} GB/s, "
+            "streamed": f"{moved} bytes a pass from {source}, "
             f"{stage['streamed_bytes']} bytes in all",
             "ahead": f"{stage['window_slabs']} slabs, all slabs within "
             f"{stage['slab_budget_bytes']} bytes",

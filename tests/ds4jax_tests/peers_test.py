@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+import pathlib
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from ds4jax import accounts, admission, peers, testing
 from ds4jax import engine as engines
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError
+from ds4jax.rows import Prompts
 from ds4jax.run_config import PeerConfig, RunConfig
 from ds4jax.testing import result_hash
 from sharding.cost import PlanError
@@ -174,7 +177,8 @@ def test_neighbour_without_room_is_refused(monkeypatch):
         ({"peer.devices": "99"}, r"device 99, expected 'cpu' or 0\.\.7"),
         ({"peer.devices": "1,2"}, r"'1,2' for 1 stages, expected as many"),
         ({"peer.devices": "gpu"}, r"'gpu' for 1 stages"),
-        ({"peer.compute_fraction": 0.5}, r"config\.peer\.devices names none"),
+        ({"peer.compute_fraction": 0.5}, r"config\.peer\.devices is auto: expected the device"),
+        ({"peer.devices": "none", "peer.memory_fraction": 0.5}, "devices is none: expected the"),
         (
             {"peer.devices": "1", "peer.memory_fraction": 0.7, "peer.relay_fraction": 0.4},
             "at most 1 together",
@@ -188,12 +192,13 @@ def test_mistakes_are_named(values, message):
 
 
 def test_off_switch_is_no_device():
-    config = PeerConfig()
+    config = PeerConfig("none")
     assert peers.cold_experts(config, 256) == 0
     assert config.device(0, 1) is None
     assert peers.divide(config, None, ((1, 2),)) is None
     assert peers.path_count(config) == 1
-    assert RunConfig().peer == config
+    assert RunConfig().peer == PeerConfig("auto")
+    assert PeerConfig().device(0, 1) is None
 
 
 def test_shares_are_cut_from_the_end_and_budgets_add_up():
@@ -214,7 +219,12 @@ def test_shares_are_cut_from_the_end_and_budgets_add_up():
     budgets = peers.budgets(found, 10_000, 8, 1)
     assert budgets == {"peer": 2_900, "relay": 5_000, "disk": 2_100}
     budgets = peers.budgets(found, 3 * least + 20, 8, 1)
-    assert budgets == {"peer": least, "relay": least + 20, "disk": least}
+    assert budgets == {"peer": least + 5, "relay": least + 11, "disk": least + 4}
+    assert peers.budgets(found, 3 * least - 1, 8, 1) == dict.fromkeys(found, least)
+    # In two waves a path has room for half of its experts, rounded up.
+    assert peers.slab_rows(found, 2) == {"peer": 15, "relay": 25, "disk": 11}
+    exact = (15 + 25 + 11) * live_bound(1) * 8
+    assert peers.budgets(found, exact, 8, 1) == {"peer": 360, "relay": 600, "disk": 264}
     assert peers.budgets(found, None, 8, 1) == dict.fromkeys(found)
     assert peers.budgets({"ram": streamed}, 77, 8, 1) == {"ram": 77}
 
@@ -271,3 +281,147 @@ def test_collectives_of_two_stages_at_once(reference):
 def test_collectives_need_two_halves(values, message):
     with pytest.raises(ConfigError, match=message):
         load(**{"peer.devices": "1", "peer.exchange": "collective"} | values)
+
+
+# Neighbours that the plan chooses
+
+
+def machine_file(
+    folder: pathlib.Path, host: float, link: float, memory: dict[int, int] | None = None
+) -> str:
+    """A machine of CPU devices with these links in bytes per second, on which nothing computes."""
+    ids = [device.id for device in jax.local_devices()]
+    products = {"bfloat16": 10**15, "float32": 10**15}
+    devices = [
+        {
+            "id": device.id,
+            "kind": device.device_kind,
+            "memory_bytes": (memory or {}).get(device.id),
+            "memory_bytes_per_s": 10**13,
+            "matmul_flops_per_s": products,
+            "host_to_device": {"pageable": [{"bytes": ITEM, "bytes_per_s": int(host)}]},
+        }
+        for device in jax.local_devices()
+    ]
+    links = [
+        {"source": i, "target": j, "ladder": [{"bytes": ITEM, "bytes_per_s": int(link)}]}
+        for i, j in itertools.permutations(ids, 2)
+    ]
+    path = folder / "machine.json"
+    record = {"schema": 1, "platform": "cpu", "devices": devices, "links": links}
+    path.write_text(json.dumps(record), encoding="utf-8")
+    return str(path)
+
+
+STREAMED = {"streaming.resident_fraction": 0.5, "streaming.order": "layer_major"}
+HALF = LAYERS * EXPERTS // 2
+RING = 3 * (2 + 6)  # experts of the smallest ring, which the neighbour needs beside what it holds
+
+
+@pytest.mark.parametrize("mode", ["whole", "routed"])
+@pytest.mark.parametrize(
+    ("link", "room", "chosen", "tiers"),
+    [
+        # Nine of ten experts come over a link that is nine times as fast as the host's.
+        (9e8, None, "memory", {"peer": HALF * 9 // 10, "ram": HALF // 10}),
+        # Half come through a neighbour that holds nothing, whose link is as fast as its own.
+        (1e10, RING, "relay", {"relay": HALF // 2, "ram": HALF // 2}),
+        (1e10, RING + 10, "memory and relay", {"peer": 10, "relay": 15, "ram": 15}),
+        (1e10, RING - 1, "none", {"ram": HALF}),
+        (1e4, None, "none", {"ram": HALF}),
+    ],
+)
+def test_the_plan_takes_the_neighbour_that_pays(
+    mode, link, room, chosen, tiers, reference, tmp_path
+):
+    memory = {} if room is None else dict.fromkeys(range(1, 8), room * ITEM)
+    path = machine_file(tmp_path, 1e8, link, memory)
+    with load(machine__file=path, streaming__mode=mode, **_keys(STREAMED)) as engine:
+        found, plan = engine.run_plan, engine.plan.experts
+        times = dict(found.neighbours)
+        assert list(times) == ["none", "memory", "relay", "memory and relay"]
+        assert found.choice.objective_ns == min(times.values()) == times[chosen]
+        record = accounts.neighbours(found)
+        assert [row["chosen"] for row in record] == [name == chosen for name in times]
+        assert (plan.peer is None) == (chosen == "none")
+        if plan.peer is not None:
+            assert plan.peer.device == "1"
+        by_tier = peers.paths(plan.residency.streamed, plan.tier, plan.peer)
+        assert {tier: sum(map(len, items)) for tier, items in by_tier.items()} == tiers
+        held = tiers.get("peer", 0)
+        assert engine.plan.store_bytes == (HALF - held) * ITEM
+        result = engine.prefill(IDS)
+        assert result_hash(result) == reference
+        streamer = engine._stages[0].pool.streamer
+        assert streamer.violations() == []
+        (report,) = result.report.passes
+        (ledger,) = report.ledgers
+        assert ledger.budget_bytes == engine.plan.price.slab_bytes
+        assert ledger.peak_live_bytes <= ledger.budget_bytes
+        if mode == "whole":
+            bytes_by_tier = {tier: count * ITEM for tier, count in tiers.items()}
+            assert ledger.moved_bytes == bytes_by_tier
+            assert found.predict(Prompts.of(len(IDS))).moved_bytes == bytes_by_tier
+
+
+def _keys(values):
+    return {name.replace(".", "__"): value for name, value in values.items()}
+
+
+@pytest.mark.parametrize("off", [{"peer__devices": "none"}, {"machine__file": None}])
+def test_neighbours_are_not_asked_without_leave_or_links(off, reference, tmp_path):
+    path = machine_file(tmp_path, 1e8, 1e10)
+    with load(**{"machine__file": path, **_keys(STREAMED), **off}) as engine:
+        assert engine.run_plan.neighbours == ()
+        assert engine.plan.experts.peer is None
+
+
+def test_neighbours_serve_slabs_that_are_parts_of_layers(reference, tmp_path):
+    path, slabs = machine_file(tmp_path, 1e8, 1e9), 3 * (4 + 6) * ITEM
+    with load(
+        machine__file=path,
+        streaming__slab_bytes=slabs,
+        streaming__mode="whole",
+        **_keys(STREAMED),
+    ) as engine:
+        plan = engine.plan.experts
+        assert plan.peer is not None
+        result = engine.prefill(IDS)
+        assert result_hash(result) == reference
+        streamer = engine._stages[0].pool.streamer
+        assert streamer.violations() == []
+        own, held = streamer.streamers[-1], streamer.streamers[0]
+        assert held.wave_items == 4  # of seven or eight
+        assert own.wave_items <= 2
+        ((ledger,),) = (report.ledgers for report in result.report.passes)
+        assert ledger.peak_live_bytes <= ledger.budget_bytes <= slabs
+
+
+def test_stages_by_hand_share_the_idle_devices(reference, tmp_path):
+    path = machine_file(tmp_path, 1e8, 1e10)
+    with load(
+        machine__file=path,
+        pipeline__split="2,3",
+        pipeline__devices="2,0",
+        streaming__mode="whole",
+        **_keys(STREAMED),
+    ) as engine:
+        served = [plan.experts.peer.device for plan in engine.plans]
+        assert served == ["1", "3"]
+        assert result_hash(engine.prefill(IDS)) == reference
+
+
+def test_an_automatic_split_weighs_stages_against_neighbours(reference, tmp_path):
+    """One pass has nothing to overlap: a second device is worth more as a neighbour."""
+    path = machine_file(tmp_path, 1e8, 1e10)
+    with load(
+        machine__file=path,
+        pipeline__split="auto",
+        pipeline__devices="0,1",
+        streaming__mode="whole",
+        **_keys(STREAMED),
+    ) as engine:
+        (plan,) = engine.plans
+        assert plan.experts.peer.device == "1"
+        assert engine.run_plan.neighbours
+        assert result_hash(engine.prefill(IDS)) == reference

@@ -105,7 +105,8 @@ def stage_by_scan(problem, schedule, stage, unit):
         link = {(p.owner, p.peer): p for p in problem.peers}[stage.device, stage.peer]
         rate, apart = link.bytes_per_s, len(with_experts) * problem.experts - residents
         ring = problem.ring_slots * (slab + problem.peer_ring_experts if slab else 0)
-        room = max(peer.memory_bytes // problem.expert_bytes - ring, 0) if link.holds else 0
+        room = peer.memory_bytes // problem.expert_bytes - ring
+        relays, room = link.relays and room >= 0, max(room, 0) if link.holds else 0
         kept = moved * min(room, apart) // apart if apart else 0
         choices = [
             (
@@ -118,7 +119,7 @@ def stage_by_scan(problem, schedule, stage, unit):
                 relayed,
             )
             for held in range(kept + 1)
-            for relayed in range(moved - held + 1 if link.relays else 1)
+            for relayed in range(moved - held + 1 if relays else 1)
         ]
     stream, from_hosts, relayed = min(choices)
     stream += uploads * problem.upload_overhead_ns
