@@ -11,7 +11,14 @@ from pallas_kernels import codecs, support
 from pallas_kernels.routed_experts import portable, reference, sm90, tiling
 from pallas_kernels.routed_experts.slab import ExpertSlab
 
-__all__ = ["ExpertSlab", "combine_slots", "expert_slots", "refusal", "wide_experts"]
+__all__ = [
+    "ExpertSlab",
+    "combine_slots",
+    "expert_slots",
+    "preferred",
+    "refusal",
+    "wide_experts",
+]
 
 # Routed rows per expert from which the Hopper kernels are taken, without and with `quantize_input`.
 SM90_ROWS = (96, 48)
@@ -71,10 +78,7 @@ def expert_slots(
         return _fresh_slots(x, ids) if slots is None else slots
     device = support.default_device()
     if implementation is None:
-        many = ids.size >= SM90_ROWS[quantize_input] * where.size
-        kernels = ("sm90", "portable") if many else ("portable",)
-        able = [name for name in kernels if refusal(name, x, slabs, device) is None]
-        implementation = (*able, "reference")[0]
+        implementation = preferred(x, ids, slabs, where, device, quantize_input=quantize_input)
     support.require(implementation, refusal(implementation, x, slabs, device, interpret=interpret))
     operands = (x, ids, weights, slabs_present, where)
     if implementation == "reference":
@@ -102,6 +106,22 @@ def expert_slots(
         tiling=blocks,
         interpret=interpret,
     )
+
+
+def preferred(
+    x: jax.Array,
+    ids: jax.Array,
+    slabs: tuple[ExpertSlab, ...],
+    where: jax.Array,
+    device: jax.Device,
+    *,
+    quantize_input: bool,
+) -> str:
+    """The implementation that `expert_slots` takes for these operands when none is asked for."""
+    many = ids.size >= SM90_ROWS[quantize_input] * where.size
+    kernels = ("sm90", "portable") if many else ("portable",)
+    able = [name for name in kernels if refusal(name, x, slabs, device) is None]
+    return (*able, "reference")[0]
 
 
 def refusal(

@@ -1,15 +1,18 @@
 """Checks and times the routed experts on this machine's GPU; tunes the block shapes.
 
     python -m pallas_kernels.routed_experts.bench --out=experts.json          check, then time
-    python -m pallas_kernels.routed_experts.bench --tune --out=tuned.json     check, then tune
-    python -m pallas_kernels.routed_experts.bench --implementation=sm90 --compare --out=sm90.json
-                                    the Hopper kernels, beside other grouped products of JAX kernels
+    python -m pallas_kernels.routed_experts.bench --compare --out=experts.json
+                                    the same, then other grouped products that JAX kernels exist for
+    python -m pallas_kernels.routed_experts.bench --implementation=portable --tune --out=tuned.json
+                                    check, then tune the blocks of an implementation
 
-Every timing covers the whole op: row order, both products and the combine. Weights and inputs are
-random; routing is uniform, or skewed so that the likeliest expert is 55 times the least likely.
+Timings are of the kernels that the door takes, unless `--implementation` names some, and cover the
+whole op: row order, both products and the combine. Weights and inputs are random; routing is
+uniform, or skewed so that the likeliest expert is 55 times the least likely.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import datetime
 import functools
@@ -20,6 +23,8 @@ import pathlib
 import sys
 import time
 import unittest.mock
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +38,7 @@ from pallas_kernels.routed_experts import (
     expert_slots,
     ordering,
     portable,
+    preferred,
     reference,
     tiling,
 )
@@ -59,6 +65,7 @@ def make_slab(spec: specs.Spec, seed: int = 0) -> ExpertSlab:
     return jax.block_until_ready(make())
 
 
+@functools.cache
 def make_inputs(spec: specs.Spec, tokens: int, routing: str, seed: int = 1):
     """x, ids and weights; experts of a token are drawn without replacement."""
     rng = np.random.default_rng(seed)
@@ -69,6 +76,18 @@ def make_inputs(spec: specs.Spec, tokens: int, routing: str, seed: int = 1):
     weights = rng.random(ids.shape, np.float32) * np.float32(0.5)
     x = jax.random.normal(jax.random.key(seed), (tokens, spec.hidden), jnp.bfloat16)
     return x, jnp.asarray(ids), jnp.asarray(weights)
+
+
+def compile_all(
+    calls: Mapping[Hashable, tuple[Callable[..., Any], tuple[Any, ...]]],
+) -> dict[Hashable, Any]:
+    """The programs of jitted functions for their operands, several compiled at a time."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        running = {
+            key: pool.submit(function.lower(*operands).compile)
+            for key, (function, operands) in calls.items()
+        }
+        return {key: program.result() for key, program in running.items()}
 
 
 def whole_op(spec: specs.Spec, quantize_input: bool, implementation: str):
@@ -95,22 +114,34 @@ def check(
 ) -> list[dict]:
     """Errors against float32; raises AssertionError beyond ERROR_LIMIT."""
     where = jnp.arange(spec.experts, dtype=jnp.int32)
-    rows = []
-    for tokens, quantize_input in itertools.product(token_counts, (False, True)):
+    cases, calls = list(itertools.product(token_counts, (False, True))), {}
+    for tokens, quantize_input in cases:
         x, ids, weights = make_inputs(spec, tokens, "skewed", seed=tokens)
         options = {"limit": spec.swiglu_limit, "quantize_input": quantize_input}
-        run = jax.jit(functools.partial(expert_slots, implementation=implementation, **options))
-        got = run(x, ids, weights, (slab,), where)
+        run = functools.partial(expert_slots, implementation=implementation, **options)
+        oracle = functools.partial(reference.expert_slots, **options)
         # bfloat16 inputs decide the input roundings of both: h is then rounded alike.
         oracle_x = x if quantize_input else x.astype(jnp.float32)
         fresh = jnp.full((*ids.shape, spec.hidden), jnp.nan, oracle_x.dtype)
-        oracle = jax.jit(functools.partial(reference.expert_slots, **options))
-        wanted = oracle(oracle_x, ids, weights, (slab,), where, fresh).astype(jnp.float32)
+        operands = (ids, weights, (slab,), where)
+        calls[tokens, quantize_input, "run"] = jax.jit(run), (x, *operands)
+        calls[tokens, quantize_input, "oracle"] = jax.jit(oracle), (oracle_x, *operands, fresh)
+    programs, rows = compile_all(calls), []
+    for tokens, quantize_input in cases:
+        run, oracle = (programs[tokens, quantize_input, name] for name in ("run", "oracle"))
+        x, ids, weights, *_ = calls[tokens, quantize_input, "run"][1]
+        got = run(x, ids, weights, (slab,), where)
+        wanted = oracle(*calls[tokens, quantize_input, "oracle"][1]).astype(jnp.float32)
         error = float(
             jnp.linalg.norm((got.astype(jnp.float32) - wanted).ravel())
             / jnp.linalg.norm(wanted.ravel())
         )
-        row = {"tokens": tokens, "quantize_input": quantize_input, "relative_error": error}
+        row = {
+            "implementation": implementation,
+            "tokens": tokens,
+            "quantize_input": quantize_input,
+            "relative_error": error,
+        }
         log(row)
         rows.append(row)
         assert error <= ERROR_LIMIT, row
@@ -135,66 +166,148 @@ def check(
 
 
 def time_ops(
-    spec: specs.Spec, slab: ExpertSlab, implementation: str, token_counts: tuple[int, ...], log
+    spec: specs.Spec, slab: ExpertSlab, implementation: str | None, token_counts, log
 ) -> list[dict]:
     """Whole-op medians for `token_counts`, both routings and both input precisions."""
-    where = jnp.arange(spec.experts, dtype=jnp.int32)
-    results, programs = [], {}
+    where, device = jnp.arange(spec.experts, dtype=jnp.int32), support.default_device()
+    names, calls = {}, {}
+    for tokens, quantize_input in itertools.product(token_counts, (False, True)):
+        x, ids, weights = make_inputs(spec, tokens, "uniform")
+        name = implementation or preferred(
+            x, ids, (slab,), where, device, quantize_input=quantize_input
+        )
+        names[tokens, quantize_input] = name
+        op = whole_op(spec, quantize_input, name)
+        calls[tokens, quantize_input] = op, (x, ids, weights, slab, where, x)
+    programs, results = compile_all(calls), []
     for tokens, routing, quantize_input in itertools.product(
         token_counts, ("uniform", "skewed"), (False, True)
     ):
         x, ids, weights = make_inputs(spec, tokens, routing)
-        op = programs.get((tokens, quantize_input))
-        if op is None:
-            op = whole_op(spec, quantize_input, implementation)
-            op = op.lower(x, ids, weights, slab, where, x).compile()
-            programs[tokens, quantize_input] = op
+        op = programs[tokens, quantize_input]
         timing = bench.measure(
             op, x, ids, weights, slab, where, x, runs=12, calls_per_run=20 if tokens < 2048 else 3
         )
         flops = 6 * tokens * spec.experts_per_token * spec.hidden * spec.expert_width
-        memory = op.memory_analysis()
         row = {
+            "implementation": names[tokens, quantize_input],
             "tokens": tokens,
             "routing": routing,
             "quantize_input": quantize_input,
             **timing.as_dict(),
             "tflops": flops / timing.median_s / 1e12,
-            "temp_bytes": memory.temp_size_in_bytes,
+            "temp_bytes": op.memory_analysis().temp_size_in_bytes,
         }
         results.append(row)
         log(
-            f"{tokens:6d} {routing:8s} q1={quantize_input!s:5s} {timing.median_s * 1e3:8.3f} ms "
-            f"{row['tflops']:6.1f} TFLOP/s, temporaries {row['temp_bytes'] / 2**20:.0f} MiB"
+            f"{tokens:6d} {routing:8s} q1={quantize_input!s:5s} {row['implementation']:8s} "
+            f"{timing.median_s * 1e3:8.3f} ms {row['tflops']:6.1f} TFLOP/s, "
+            f"temporaries {row['temp_bytes'] / 2**20:.0f} MiB"
         )
     return results
 
 
-def compare(spec: specs.Spec, log) -> list[dict]:
+def time_calls(
+    spec: specs.Spec, slab: ExpertSlab, implementation: str | None, tokens: int, parts: int, log
+) -> list[dict]:
+    """Medians of a layer in one call, and in `parts` calls of equally many experts each.
+
+    As in a model, where the calls and the combine are programs of their own. Raises AssertionError
+    when the bits differ.
+    """
+    x, ids, weights = make_inputs(spec, tokens, "uniform")
+    device, count = support.default_device(), spec.experts // parts
+    whole = jnp.arange(spec.experts, dtype=jnp.int32)
+    pieces = [
+        jax.tree.map(lambda array, at=part * count: array[at : at + count], slab)
+        for part in range(parts)
+    ]
+    wheres = [
+        jnp.where((whole >= part * count) & (whole < (part + 1) * count), whole - part * count, -1)
+        for part in range(parts)
+    ]
+    combine, calls, names = jax.jit(combine_slots), {}, {}
+    for quantize_input in (False, True):
+        names[quantize_input] = implementation or preferred(
+            x, ids, (slab,), whole, device, quantize_input=quantize_input
+        )
+
+        def run(x, ids, weights, slab, where, slots, quantize_input=quantize_input):
+            return expert_slots(
+                x,
+                ids,
+                weights,
+                (slab,),
+                where,
+                limit=spec.swiglu_limit,
+                quantize_input=quantize_input,
+                slots=slots,
+                implementation=names[quantize_input],
+            )
+
+        op = jax.jit(run, donate_argnums=5)
+        slots = jax.ShapeDtypeStruct((*ids.shape, spec.hidden), x.dtype)
+        for name, operands in (
+            ("whole", (slab, whole, None)),
+            ("first", (pieces[0], wheres[0], None)),
+            ("later", (pieces[0], wheres[0], slots)),
+        ):
+            calls[quantize_input, name] = op, (x, ids, weights, *operands)
+    programs, results = compile_all(calls), []
+    for quantize_input in (False, True):
+        whole_call, first, later = (
+            programs[quantize_input, name] for name in ("whole", "first", "later")
+        )
+
+        def one(run=whole_call):
+            return combine(run(x, ids, weights, slab, whole, None), x)
+
+        def several(first=first, later=later):
+            slots = first(x, ids, weights, pieces[0], wheres[0], None)
+            for piece, where in zip(pieces[1:], wheres[1:], strict=True):
+                slots = later(x, ids, weights, piece, where, slots)
+            return combine(slots, x)
+
+        assert jnp.array_equal(one(), several()), f"bits differ between one call and {parts}"
+        for number, function in ((1, one), (parts, several)):
+            timing = bench.measure(function, runs=7, calls_per_run=3)
+            row = {"implementation": names[quantize_input], "tokens": tokens, "calls": number}
+            results.append(row | {"quantize_input": quantize_input} | timing.as_dict())
+            log(f"{results[-1]}")
+    return results
+
+
+def compare(spec: specs.Spec, token_counts: tuple[int, ...], log) -> list[dict]:
     """Medians of other grouped products of the same shapes, rows in expert order already.
 
     The ragged_dot that JAX ships for Mosaic, and those of the PyPI package jax-linear-attention
     where it is installed: bfloat16 weights, and E4M3 without block scales.
     """
-    results = []
+    calls, flops = {}, {}
     n, d, f = spec.experts, spec.hidden, spec.expert_width
-    for tokens, (name, contraction, columns) in itertools.product(
-        (2048, 8192, 32768), (("gate_up", d, 2 * f), ("down", f, d))
-    ):
-        ids = np.asarray(make_inputs(spec, tokens, "uniform")[1])
-        sizes = jnp.asarray(np.bincount(ids.reshape(-1), minlength=n), jnp.int32)
-        x = jax.random.normal(jax.random.key(3), (ids.size, contraction), jnp.bfloat16)
-        weights = jax.random.normal(jax.random.key(4), (n, columns, contraction), jnp.bfloat16)
-        for label, call, operands in _others(x, weights, sizes):
-            timing = bench.measure(jax.jit(call), *operands, runs=7, calls_per_run=3)
-            tflops = 2 * x.size * columns / timing.median_s / 1e12
-            row = {"kernel": label, "tokens": tokens, "product": name, "tflops": tflops}
-            results.append(row | timing.as_dict())
-            log(f"{label} {tokens} {name}: {timing.median_s * 1e3:.3f} ms {tflops:.0f} TFLOP/s")
+    for product, contraction, columns in (("gate_up", d, 2 * f), ("down", f, d)):
+        some = jax.random.normal(jax.random.key(4), (8, columns, contraction), jnp.bfloat16)
+        weights = jnp.tile(some, (n // 8, 1, 1))
+        codes = weights.astype(jnp.float8_e4m3fn)
+        for tokens in token_counts:
+            ids = np.asarray(make_inputs(spec, tokens, "uniform")[1])
+            sizes = jnp.asarray(np.bincount(ids.reshape(-1), minlength=n), jnp.int32)
+            x = jax.random.normal(jax.random.key(3), (ids.size, contraction), jnp.bfloat16)
+            flops[tokens, product] = 2 * x.size * columns
+            for label, call, operands in _others(x, weights, codes, sizes):
+                calls[label, tokens, product] = jax.jit(call), operands
+    results = []
+    for (label, tokens, product), program in compile_all(calls).items():
+        operands = calls[label, tokens, product][1]
+        timing = bench.measure(program, *operands, runs=7, calls_per_run=3)
+        tflops = flops[tokens, product] / timing.median_s / 1e12
+        row = {"kernel": label, "tokens": tokens, "product": product, "tflops": tflops}
+        results.append(row | timing.as_dict())
+        log(f"{label} {tokens} {product}: {timing.median_s * 1e3:.3f} ms {tflops:.0f} TFLOP/s")
     return results
 
 
-def _others(x, weights, sizes):
+def _others(x, weights, codes, sizes):
     """(label, function, operands) of the grouped products that can be imported."""
     blocks = {"block_m": 64, "block_n": 256, "block_k": 64, "max_concurrent_steps": 4}
 
@@ -214,8 +327,8 @@ def _others(x, weights, sizes):
         return dense._ragged_dot_kernel(x, weights, sizes, transpose_rhs=True, cfg=config)
 
     yield "jax-linear-attention bf16", bf16, (x, weights, sizes)
-    codes = [array.astype(jnp.float8_e4m3fn) for array in (x, weights)]
-    yield "jax-linear-attention fp8", fp8.ragged_dot_fp8, (*codes, sizes)
+    operands = (x.astype(jnp.float8_e4m3fn), codes, sizes)
+    yield "jax-linear-attention fp8", fp8.ragged_dot_fp8, operands
 
 
 # Rows and chunks of the Hopper kernels' tiles that fit the registers.
@@ -302,39 +415,44 @@ def tune(spec: specs.Spec, slab: ExpertSlab, log) -> dict:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--spec", default="flash", choices=sorted(specs.SPECS))
-    parser.add_argument("--implementation", default="portable")
+    parser.add_argument("--implementation", choices=("portable", "sm90"))
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
-    spec, hopper = specs.SPECS[args.spec], args.implementation == "sm90"
-    device = support.default_device()
-    start = time.perf_counter()
-
-    def log(message):
-        print(f"[{time.perf_counter() - start:6.1f}] {message}", flush=True)
-
-    slab = make_slab(spec)
+    if args.tune and args.implementation is None:
+        parser.error("--tune: expected --implementation with it")
+    spec, device, start = specs.SPECS[args.spec], support.default_device(), time.perf_counter()
     document = {
         "device": device.device_kind,
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
         "command": "python -m pallas_kernels.routed_experts.bench " + " ".join(argv),
-        "implementation": args.implementation,
-        "check": check(spec, slab, args.implementation, (1000,) if hopper else (5, 1000), log),
     }
+
+    def log(message):
+        print(f"[{time.perf_counter() - start:6.1f}] {message}", flush=True)
+
+    def keep(**parts):
+        document.update(parts)
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+
+    slab = make_slab(spec)
+    hopper = support.unsupported("sm90", device) is None and args.implementation != "portable"
+    checked = ("sm90", (1000,)) if hopper else ("portable", (5, 1000))
+    keep(check=check(spec, slab, *checked, log))
     if args.tune and hopper:
-        document["routed_experts_sm90"] = tune_sm90(spec, slab, log)
+        keep(routed_experts_sm90=tune_sm90(spec, slab, log))
     elif args.tune:
-        document["routed_experts"] = tune(spec, slab, log)
+        keep(routed_experts=tune(spec, slab, log))
     else:
         counts = tuple(args.tokens)
-        document["timings"] = time_ops(spec, slab, args.implementation, counts, log)
+        keep(timings=time_ops(spec, slab, args.implementation, counts, log))
+        keep(calls=time_calls(spec, slab, args.implementation, 8192, 8, log))
+    del slab
     if args.compare:
-        del slab
-        document["others"] = compare(spec, log)
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
+        keep(others=compare(spec, (8192, 32768), log))
     return 0
 
 
