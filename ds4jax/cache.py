@@ -15,8 +15,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ds4jax.config import OVERLAPPED_RATIO, ModelConfig, Numerics
+from ds4jax.run_config import RunConfig
 from pallas_kernels import compressor
 
+FIRST_CAPACITY = 8192  # tokens; state buffers grow from here by factors of 4
 ENTRY_ROWS = 128  # compressed buffers have a multiple of this many rows
 
 
@@ -102,6 +104,32 @@ class PausedPass:
     state: SequenceState
     streams: tuple[jax.Array, ...]
     tokens: tuple[int, ...]
+
+
+def capacity_for(config: RunConfig, model_config: ModelConfig, tokens: int) -> int:
+    """Tokens that state buffers for `tokens` tokens have room for.
+
+    A few fixed sizes, so that prompts of different lengths share programs.
+    """
+    if config.prefill.max_tokens is not None:
+        return config.prefill.max_tokens
+    capacity = FIRST_CAPACITY
+    while capacity < tokens:
+        capacity *= 4
+    return min(capacity, model_config.max_position_embeddings)
+
+
+def state_capacity(state: SequenceState, config: ModelConfig) -> int:
+    """Tokens that the buffers of `state` have room for."""
+    return min(
+        (
+            # Token (n + 1) * ratio - 1 is the first to close an entry that needs another row.
+            ratio * (layer.compressed.shape[0] + 1) - 1
+            for ratio, layer in zip(config.layer_ratios, state.layers, strict=False)
+            if layer is not None and layer.compressed is not None
+        ),
+        default=config.max_position_embeddings,
+    )
 
 
 def entry_rows(ratio: int, capacity_tokens: int) -> int:

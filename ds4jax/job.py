@@ -28,6 +28,7 @@ from ds4jax.checkpoint.state import (
     save_state,
     saved_bytes,
 )
+from ds4jax.checks import check_prompt
 from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.engine import Engine
 from ds4jax.hosts import Ending, Hosts
@@ -224,7 +225,7 @@ class _Writers(contextlib.ExitStack):
 def _check_prompts(prompts: list[Prompt], model_config: ModelConfig, job: PrefillJob) -> None:
     """Refuses impossible prompts before any weight is read."""
     for prompt in prompts:
-        engines.check_prompt(prompt.ids, prompt.name, 0, model_config, job.config)
+        check_prompt(prompt.ids, prompt.name, 0, model_config, job.config)
     if job.resume_from and len(prompts) > 1:
         raise PromptError(
             f"--resume_from continues one prompt, {len(prompts)} were given: pass the prompt whose "

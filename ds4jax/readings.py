@@ -1,7 +1,7 @@
 """What is read and what came of it: sequences and their chunks, reports and results."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -115,6 +115,41 @@ class Slice:
     def piece(self, reused: int) -> Piece:
         """What a stage needs to know of it; `reused` tokens of the sequence came with a state."""
         return Piece(self.job.index, self.ids, reused + self.first, self.rows)
+
+
+def micro_batches(
+    jobs: Sequence[Job],
+    paused: Sequence[int],
+    chunk_tokens: int,
+    most_tokens: int,
+    row_shapes: Sequence[int],
+) -> Iterator[list[Slice]]:
+    """The chunks of all jobs in order, as many at a time as pass through a layer together.
+
+    paused       lengths of the chunks of a pass that was stopped: the first micro-batch
+    most_tokens  of a micro-batch of whole chunks; a single chunk may be longer
+    row_shapes   what chunks are padded to, ascending
+    """
+
+    def cut(job: Job, first: int, length: int) -> Slice:
+        return Slice(job, first, length, next(n for n in row_shapes if n >= length))
+
+    batch: list[Slice] = []
+    for length in paused:
+        batch.append(cut(jobs[0], sum(piece.length for piece in batch), length))
+    begun = sum(paused)
+    if batch:
+        yield batch
+        batch = []
+    for job in jobs:
+        for first in range(begun, len(job.ids), chunk_tokens):
+            if batch and (len(batch) + 1) * chunk_tokens > most_tokens:
+                yield batch
+                batch = []
+            batch.append(cut(job, first, min(chunk_tokens, len(job.ids) - first)))
+        begun = 0
+    if batch:
+        yield batch
 
 
 class Reading:

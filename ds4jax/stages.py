@@ -15,8 +15,6 @@ import streaming
 from ds4jax import passes
 from ds4jax.activations import Moved, Shelf, on_device
 from ds4jax.cache import LayerState, make_chunk
-from ds4jax.checkpoint import load as loading
-from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import Numerics
 from ds4jax.experts import ExpertPool
 from ds4jax.plan import Plan
@@ -158,47 +156,6 @@ class Stage:
 
 def _equal(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
     return len(first) == len(second) and all(map(np.array_equal, first, second))
-
-
-def load_stages(
-    source: TensorSource,
-    plans: Sequence[Plan],
-    devices: Sequence[jax.Device],
-    numerics: Numerics,
-    options: StreamingConfig,
-    on_bytes: Callable[[int], None],
-) -> list[Stage]:
-    """Loads every plan onto its device; on_bytes is told the bytes that are there so far.
-
-    Layers without a plan are not loaded.
-    """
-    places: list[jax.Device | None] = [None] * source.config.num_hidden_layers
-    for plan, device in zip(plans, devices, strict=True):
-        places[plan.layers.start : plan.layers.stop] = [device] * len(plan.layers)
-    transformer = loading.load_resident(source, device=places)
-    loaded = sum(plan.price.weights_bytes for plan in plans)
-    on_bytes(loaded)
-    stages = []
-    for plan, device in zip(plans, devices, strict=True):
-        before = loaded
-
-        def on_experts(done: int, before: int = before) -> None:
-            nonlocal loaded
-            loaded = before + done
-            on_bytes(loaded)
-
-        pool = ExpertPool(
-            source,
-            plan.experts,
-            device,
-            layers=plan.layers,
-            numa=options.numa,
-            reader=options.reader,
-            on_bytes=on_experts,
-        )
-        runner = Runner(transformer, numerics, plan.layers)
-        stages.append(Stage(plan, device, runner, pool, options))
-    return stages
 
 
 def merge_reports(reports: Sequence[passes.PassReport]) -> passes.PassReport:

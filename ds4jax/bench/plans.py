@@ -26,6 +26,7 @@ from ds4jax import accounts, report
 from ds4jax import engine as engines
 from ds4jax.bench import manifest
 from ds4jax.bench.prefill import output_hash
+from ds4jax.cache import capacity_for
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.cli import common
 from ds4jax.config import ModelConfig
@@ -124,7 +125,7 @@ def _small_bytes(source: SyntheticSource, config: RunConfig) -> int:
     """A budget in which a third of the experts stays on the device, by the plan of all of them."""
     device = jax.local_devices()[0]
     tokens = CHUNKS * config.prefill.chunk_tokens
-    capacity = engines.capacity_tokens(config, source.config, tokens)
+    capacity = capacity_for(config, source.config, tokens)
     layer_major = config.replace({"streaming.resident_fraction": 1 / 3, "streaming.mode": "whole"})
     plan = plan_local(source, layer_major, [device], [tokens], capacity)
     return plan.stages[0].price.total_bytes

@@ -17,10 +17,10 @@ from typing import Any
 from absl import flags
 
 from ds4jax import accounts
+from ds4jax.cache import capacity_for
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.open import open_source
 from ds4jax.cli import common
-from ds4jax.engine import capacity_tokens
 from ds4jax.flags import config_from_flags, define_config_flags
 from ds4jax.machine import planned_machine
 from ds4jax.plan import RunPlan, binding, plan_run, stage_indices
@@ -79,7 +79,7 @@ def _plan(argv: Sequence[str]) -> int:
     config = config_from_flags(flag_values, {})
     with open_source(checkpoint, config.synthetic) as source:
         keys.check_complete(source)
-        capacity = capacity_tokens(config, source.config, max(prompts))
+        capacity = capacity_for(config, source.config, max(prompts))
         item = keys.expert_bytes(source.config, source.infos())
         count = _device_count(config, source.config.num_hidden_layers)
         machine = planned_machine(config, item, count, flag_values["host_bytes"].value)

@@ -11,9 +11,11 @@ import pytest
 import ds4jax
 from ds4jax import engine as engines
 from ds4jax import events, testing
+from ds4jax.cache import capacity_for
 from ds4jax.checkpoint.open import open_source
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError
+from ds4jax.costs import row_shapes
 from ds4jax.run_config import RunConfig
 from ds4jax.text import PromptError
 
@@ -206,14 +208,14 @@ def test_state_grows_when_a_sequence_outgrows_it():
     [(1, (1,)), (128, (128,)), (129, (128, 129)), (8192, (128, 1024, 8192))],
 )
 def test_row_shapes_are_few_and_end_with_the_chunk(chunk, expected):
-    assert engines.row_shapes(chunk) == expected
+    assert row_shapes(chunk) == expected
 
 
 @pytest.mark.parametrize(
     ("tokens", "expected"), [(1, 8192), (8192, 8192), (8193, 32768), (600_000, 1 << 20)]
 )
 def test_capacities_are_few_and_end_with_the_positions_of_the_model(tokens, expected):
-    assert engines.capacity_tokens(RunConfig(), testing.tiny_config(), tokens) == expected
+    assert capacity_for(RunConfig(), testing.tiny_config(), tokens) == expected
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from ds4jax import engine as engines
 from ds4jax import events, testing
-from ds4jax.cache import state_bytes
+from ds4jax.cache import capacity_for, state_bytes
 from ds4jax.checkpoint.source import config_text
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError
@@ -286,7 +286,7 @@ def test_two_processes_give_the_bits_of_one_and_one_account(every_row, tmp_path)
     assert [row["layer"] for row in record["streaming"]["layers"]] == [*range(6)]
     assert record["plan_error"]["moved_error_bytes"] == 0
     (prompt,) = record["prompts"]
-    capacity = engines.capacity_tokens(RunConfig(), CONFIG, len(IDS))
+    capacity = capacity_for(RunConfig(), CONFIG, len(IDS))
     numerics = RunConfig().numerics.resolve()
     assert prompt["state_bytes"] == state_bytes(CONFIG, numerics, capacity)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -13,10 +13,10 @@ import streaming
 from ds4jax import plan as planning
 from ds4jax import rows, testing
 from ds4jax.activations import LIVE_CHUNKS
+from ds4jax.cache import capacity_for
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError, ModelConfig
-from ds4jax.engine import capacity_tokens
 from ds4jax.machine import planned_machine
 from ds4jax.plan import Memory
 from ds4jax.rows import Prompts
@@ -36,7 +36,7 @@ def run_plan(
     """The plan of a run on as many devices as the options name."""
     values = {key.replace("__", "."): value for key, value in options.items()}
     config = RunConfig().replace({"memory.device_bytes": device_bytes, **values})
-    capacity = capacity_tokens(config, source.config, prompt_tokens)
+    capacity = capacity_for(config, source.config, prompt_tokens)
     item = keys.expert_bytes(source.config, source.infos())
     machine = planned_machine(config, item, 4, host_bytes)
     return planning.plan_run(source, config, machine, [prompt_tokens], capacity)
@@ -45,7 +45,7 @@ def run_plan(
 def plan(source=FLASH, prompt_tokens=8192, device_bytes=128 * GB, host_bytes=256 * GB, **options):
     values = {key.replace("__", "."): value for key, value in options.items()}
     config = RunConfig().replace({"memory.device_bytes": device_bytes, **values})
-    capacity = capacity_tokens(config, source.config, prompt_tokens)
+    capacity = capacity_for(config, source.config, prompt_tokens)
     return planning.make_plan(
         source,
         config,

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ds4jax import accounts, testing
 from ds4jax import engine as engines
 from ds4jax import plan as planning
+from ds4jax.cache import capacity_for
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError, ModelConfig
@@ -56,7 +57,7 @@ def plan(
 ) -> planning.RunPlan:
     values = {"pipeline.split": "auto"} | {k.replace("__", "."): v for k, v in options.items()}
     config = RunConfig().replace(values)
-    capacity = engines.capacity_tokens(config, source.config, max(prompts))
+    capacity = capacity_for(config, source.config, max(prompts))
     return planning.plan_run(source, config, machine(memory_gb, link_gb), prompts, capacity)
 
 
