@@ -449,9 +449,7 @@ def hyper_cases(sweep: bool) -> Iterator[Case]:
     comb = normal(15, CHUNK, FLASH.streams, FLASH.streams, dtype=jnp.float32)
     size = float(streams.nbytes)
     for variant, config in configs.items():
-        project = functools.partial(
-            hyper_kernel.project, norm_eps=1e-6, config=config, interpret=False
-        )
+        project = functools.partial(hyper_kernel.project, config=config, interpret=False)
         pre = functools.partial(hyper_kernel.pre, **SITE, config=config)
         post = functools.partial(hyper_kernel.post, config=config)
         yield Case("mHC projection", variant, project, (streams, fn), 0.0, size)

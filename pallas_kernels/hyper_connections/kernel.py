@@ -1,10 +1,11 @@
 """Pallas-Triton kernels of the hyper-connections; a site is bound by reading its streams.
 
 `pre` is two passes over the streams: the projection to the mixing logits (with the sum of squares
-in the same pass), then, for a few tokens a program, the maps and the weighted sum. `post` is one
-pass, in place. The products of the projection are exact: bfloat16 streams times the three bfloat16
-terms that make up a float32 weight. What is left is the rounding of the tensor cores' float32
-accumulation, which reaches 2e-5 of the logits over 16,384 channels (measured on an H200).
+in the same pass), stream by stream so that enough programs read at a time, then, for a few tokens a
+program, the maps and the weighted sum. `post` is one pass, in place. The products of the
+projection are exact: bfloat16 streams times the three bfloat16 terms that make up a float32 weight.
+What is left is the rounding of the tensor cores' float32 accumulation, which reaches 2e-5 of the
+logits over 16,384 channels (measured on an H200).
 """
 
 import dataclasses
@@ -68,13 +69,14 @@ def pre(
     rows = streams.shape[0]
     streams = pad_rows(streams, math.lcm(config.pre_tokens, config.project_tokens))
     tokens, count, width = streams.shape
-    mixes = project(streams, fn, norm_eps=norm_eps, config=config, interpret=interpret)
+    parts, squares = project(streams, fn, config=config, interpret=interpret)
     results = pl.pallas_call(
         functools.partial(
             _pre_kernel,
             shape=(count, width),
             iterations=iterations,
             eps=eps,
+            norm_eps=norm_eps,
             rows=config.pre_tokens,
             columns=config.pre_columns,
         ),
@@ -84,21 +86,22 @@ def pre(
             jax.ShapeDtypeStruct((tokens, count, count), jnp.float32),
         ),
         grid=(tokens // config.pre_tokens,),
-        in_specs=[pl.no_block_spec] * 4,
+        in_specs=[pl.no_block_spec] * 5,
         out_specs=(pl.no_block_spec,) * 3,
         compiler_params=plt.CompilerParams(num_warps=config.pre_warps, num_stages=1),
         interpret=interpret,
         name="hyper_pre",
-    )(mixes, base, scale, streams)
+    )(parts, squares, base, scale, streams)
     return tuple(x[:rows] for x in results)
 
 
 def project(
-    streams: jax.Array, fn: jax.Array, *, norm_eps: float, config: Config, interpret: bool
-) -> jax.Array:
-    """Mixing logits [T, rows of fn rounded up to a power of two] float32; the extra ones are zero.
+    streams: jax.Array, fn: jax.Array, *, config: Config, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """What each stream adds to the mixing logits and to the sum of squares.
 
-    T is a multiple of config.project_tokens.
+    Returns products [S, T, rows of fn rounded up to a power of two] (the extra ones are zero) and
+    squares [S, T], both float32. T is a multiple of config.project_tokens.
     """
     tokens, count, width = streams.shape
     padded = max(16, 1 << (fn.shape[0] - 1).bit_length())
@@ -106,14 +109,17 @@ def project(
     return pl.pallas_call(
         functools.partial(
             _project_kernel,
-            norm_eps=norm_eps,
+            width=width,
             rows=config.project_tokens,
             columns=config.project_columns,
         ),
-        out_shape=jax.ShapeDtypeStruct((tokens, padded), jnp.float32),
-        grid=(tokens // config.project_tokens,),
+        out_shape=(
+            jax.ShapeDtypeStruct((count, tokens, padded), jnp.float32),
+            jax.ShapeDtypeStruct((count, tokens), jnp.float32),
+        ),
+        grid=(tokens // config.project_tokens, count),
         in_specs=[pl.no_block_spec] * 2,
-        out_specs=pl.no_block_spec,
+        out_specs=(pl.no_block_spec,) * 2,
         compiler_params=plt.CompilerParams(
             num_warps=config.project_warps, num_stages=config.project_stages
         ),
@@ -132,14 +138,17 @@ def split3(x: jax.Array) -> jax.Array:
     return jnp.stack(terms)
 
 
-def _project_kernel(streams_ref, terms_ref, out_ref, *, norm_eps: float, rows: int, columns: int):
-    padded, width = terms_ref.shape[1:]
+def _project_kernel(
+    streams_ref, terms_ref, parts_ref, squares_ref, *, width: int, rows: int, columns: int
+):
+    padded = terms_ref.shape[1]
     outputs = jnp.arange(padded, dtype=jnp.int32)
     row = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
+    stream = pl.program_id(1)
 
     def step(index, carry):
         product, squares = carry
-        lanes = index * columns + jnp.arange(columns, dtype=jnp.int32)
+        lanes = stream * width + index * columns + jnp.arange(columns, dtype=jnp.int32)
         x = plt.load(streams_ref.at[row[:, None], lanes[None, :]])
         # Summed over the terms first, then added: the products are then complete before the step
         # ends. As accumulator of the last product, `product` would still be in the making when
@@ -163,11 +172,8 @@ def _project_kernel(streams_ref, terms_ref, out_ref, *, norm_eps: float, rows: i
         step,
         (jnp.zeros((rows, padded), jnp.float32), jnp.zeros((rows,), jnp.float32)),
     )
-    factor = jax.lax.rsqrt(squares / width + norm_eps)
-    plt.store(
-        out_ref.at[row[:, None], outputs[None, :]],
-        product * factor[:, None],
-    )
+    plt.store(parts_ref.at[stream, row[:, None], outputs[None, :]], product)
+    plt.store(squares_ref.at[stream, row], squares)
 
 
 def _sigmoid(x):
@@ -175,7 +181,8 @@ def _sigmoid(x):
 
 
 def _pre_kernel(
-    mixes_ref,
+    parts_ref,
+    squares_ref,
     base_ref,
     scale_ref,
     streams_ref,
@@ -186,22 +193,31 @@ def _pre_kernel(
     shape: tuple[int, int],
     iterations: int,
     eps: float,
+    norm_eps: float,
     rows: int,
     columns: int,
 ):
     count, width = shape
     row = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
     index = jnp.arange(count, dtype=jnp.int32)
+    squares = sum(plt.load(squares_ref.at[j, row]) for j in range(count))
+    factor = jax.lax.rsqrt(squares / (count * width) + norm_eps)
+
+    def mixes(at, axes):
+        """Logits of the outputs `at`, which has `axes` axes: [rows, ...]."""
+        there = row.reshape(rows, *(1,) * axes)
+        total = sum(plt.load(parts_ref.at[j, there, at]) for j in range(count))
+        return total * factor.reshape(rows, *(1,) * axes)
 
     at = count + index
-    logits = plt.load(mixes_ref.at[row[:, None], at[None, :]]) * scale_ref[1]
+    logits = mixes(at[None, :], 1) * scale_ref[1]
     plt.store(
         post_ref.at[row[:, None], index[None, :]],
         2.0 * _sigmoid(logits + plt.load(base_ref.at[at])[None, :]),
     )
 
     at = 2 * count + index[:, None] * count + index[None, :]
-    logits = plt.load(mixes_ref.at[row[:, None, None], at[None]]) * scale_ref[2]
+    logits = mixes(at[None], 2) * scale_ref[2]
     comb = logits + plt.load(base_ref.at[at])[None]
     comb = jnp.exp(comb - jnp.max(comb, axis=2, keepdims=True))
     comb = comb / jnp.sum(comb, axis=2, keepdims=True) + eps
@@ -216,10 +232,7 @@ def _pre_kernel(
         jax.lax.fori_loop(0, iterations - 1, one_round, comb),
     )
 
-    weights = [
-        _sigmoid(plt.load(mixes_ref.at[row, j]) * scale_ref[0] + base_ref[j]) + eps
-        for j in range(count)
-    ]
+    weights = [_sigmoid(mixes(j, 0) * scale_ref[0] + base_ref[j]) + eps for j in range(count)]
 
     def step(index, _):
         lanes = index * columns + jnp.arange(columns, dtype=jnp.int32)
