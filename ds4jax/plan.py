@@ -302,6 +302,8 @@ def _with_neighbours(
         return None
     times = tuple((name, plan.choice.objective_ns) for name, plan in found.items())
     best = min(found, key=lambda name: found[name].choice.objective_ns)
+    if "none" in found and 100 * dict(times)[best] > 99 * dict(times)["none"]:
+        best = "none"  # less than 1 % is not worth another device
     asked = run.config.peer.automatic and run.machine.peers
     return dataclasses.replace(found[best], neighbours=times if asked else ())
 

@@ -13,12 +13,13 @@ import ds4jax
 import streaming
 from ds4jax import accounts, admission, peers, testing
 from ds4jax import engine as engines
+from ds4jax import plan as planning
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import ConfigError
 from ds4jax.rows import Prompts
 from ds4jax.run_config import PeerConfig, RunConfig
 from ds4jax.testing import result_hash
-from sharding.cost import PlanError
+from sharding.cost import PlanError, transfer_ns
 from streaming import StreamError
 from streaming.window import live_bound
 
@@ -362,6 +363,35 @@ def test_the_plan_takes_the_neighbour_that_pays(
             bytes_by_tier = {tier: count * ITEM for tier, count in tiers.items()}
             assert ledger.moved_bytes == bytes_by_tier
             assert found.predict(Prompts.of(len(IDS))).moved_bytes == bytes_by_tier
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_other_division_over_the_paths_is_faster(seed, tmp_path):
+    """All numbers of experts that the neighbour could hold and relay, one by one."""
+    rng = np.random.default_rng(seed)
+    host, link = 10.0 ** rng.uniform(6, 8, 2)
+    room = int(rng.integers(0, 100))
+    path = machine_file(tmp_path, host, link, dict.fromkeys(range(1, 8), max(room, 1) * ITEM))
+    values = {"machine.file": path, "streaming.mode": "whole", "prefill.chunk_tokens": CHUNK}
+    config, plans = RunConfig().replace(values | STREAMED), {}
+    for devices in ("auto", "none"):
+        chosen = config.replace({"peer.devices": devices})
+        plans[devices] = planning.plan_local(SOURCE, chosen, jax.devices()[:2], [len(IDS)], 8192)
+    found, alone = plans["auto"], plans["none"]
+    assert dict(found.neighbours)["none"] == alone.choice.objective_ns
+    assert found.choice.objective_ns <= alone.choice.objective_ns
+    (stage,) = found.choice.stages
+    if stage.range.peer is None:
+        assert found.choice.objective_ns == alone.choice.objective_ns
+        return
+    own, peer = transfer_ns(ITEM, int(host)), transfer_ns(ITEM, int(link))
+    space = room - dict(stage.memory)["ring"] // ITEM
+    times = [
+        max((HALF - held - relayed) * own, (held + relayed) * peer, relayed * own)
+        for held in range(max(min(space, HALF), 0) + 1)
+        for relayed in range(HALF - held + 1 if space >= 0 else 1)
+    ]
+    assert stage.stream_ns == min(times)
 
 
 def _keys(values):
