@@ -286,10 +286,10 @@ class ExpertPool:
             if tier == streaming.PEER_TIER:
                 store = self._peer_store(source, streamed)
             elif tier == "disk":
-                ring = self._disk_ring(source, streamed, budgets[tier])
+                ring = self._disk_ring(source, streamed, budgets[tier], numa, node)
             else:
-                node = node if tier == "ram" else _cuda(self._neighbour())[1]
-                store = self._host_store(source, streamed, numa, node)
+                near = node if tier == "ram" else _cuda(self._neighbour())[1]
+                store = self._host_store(source, streamed, numa, near)
             if tier in (streaming.PEER_TIER, streaming.RELAY_TIER):
                 link = streaming.PeerLink(self.device, self._neighbour())
             streamers.append(
@@ -350,7 +350,12 @@ class ExpertPool:
         return store
 
     def _disk_ring(
-        self, source: TensorSource, streamed: peers.Items, budget: int | None
+        self,
+        source: TensorSource,
+        streamed: peers.Items,
+        budget: int | None,
+        numa: str,
+        node: int | None,
     ) -> streaming.DiskRing:
         window = self.plan.resolved_window
         rows = arithmetic.wave_items(
@@ -366,6 +371,8 @@ class ExpertPool:
             reader=streaming.open_reader(next(kind for kind in READERS if kind == self._reader)),
             pinner=self.pinner,
             check=scale_checker(source),
+            policy=next(policy for policy in POLICIES if policy == numa),
+            device_node=node,
         )
         self._count(sum(map(len, streamed)))
         return ring

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from streaming import numa
 from streaming.errors import ReadError, StreamError
 from streaming.monitor import Monitor
 from streaming.pinned import Pinner
@@ -329,8 +330,9 @@ class DiskRing:
     poison   overwrites a slot when it is given back, so that reading it too late shows
     check    sees all bytes after they were read, in pieces
     slow_bytes_per_s  fills below this rate are counted and the first one is logged
+    policy   NUMA placement of the slots, see `numa.place`; device_node is that of the device
 
-    Raises MemoryError when the slots are refused.
+    Raises MemoryError when the slots are refused, ValueError when placement is impossible.
     """
 
     def __init__(
@@ -346,8 +348,12 @@ class DiskRing:
         slow_bytes_per_s: float = 200e6,
         poison: bool = False,
         check: Check = lambda component, source, data: None,
+        policy: numa.Policy = "auto",
+        topology: numa.Topology | None = None,
+        device_node: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         allocate: Callable[[int], np.ndarray] = allocate,
+        bind: Callable[[int, int, Sequence[int]], bool] = numa.bind,
     ):
         if slots < 1 or rows < 0:
             raise ValueError(f"{slots} slots of {rows} rows, expected at least 1 slot, 0 rows")
@@ -360,6 +366,11 @@ class DiskRing:
         nbytes = layout.block_bytes(rows)
         region = allocate(slots * nbytes)
         self._blocks = [region[index * nbytes : (index + 1) * nbytes] for index in range(slots)]
+        topology = numa.read_topology() if topology is None else topology
+        self.nodes = numa.place([nbytes] * slots, topology, policy, device_node)
+        for block, nodes in zip(self._blocks, self.nodes, strict=True):
+            if nodes and block.nbytes:
+                bind(block.ctypes.data, block.nbytes, nodes)
         for block in self._blocks:
             self._pinner.pin_soon(block.ctypes.data, block.nbytes)
         self._free = collections.deque(_Slot(block, [0]) for block in self._blocks)

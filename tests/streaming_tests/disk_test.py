@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from streaming import DiskRing, FileRange, Pinner, ReadError, open_reader, testing
+from streaming import DiskRing, FileRange, Pinner, ReadError, numa, open_reader, testing
 from streaming.disk import READERS, DirectReader, PreadReader
 from streaming.monitor import Monitor
 from streaming.slab import PAGE_BYTES, Component, SlabLayout
@@ -183,6 +183,34 @@ def test_slots_are_locked_and_unlocked(tmp_path):
     assert driver.locked == {1 << 40: PAGE_BYTES}
     pinner.close()
     assert driver.locked == {}
+
+
+def test_slots_lie_near_the_device(tmp_path):
+    """Two nodes, the device on the second, which has room for two of three slots."""
+    nbytes, bound = LAYOUT.block_bytes(4), []
+    topology = numa.Topology((numa.Node(0, 1 << 30, (10, 20)), numa.Node(1, 3 * nbytes, (20, 10))))
+
+    def bind(address, size, nodes):
+        bound.append((address % PAGE_BYTES, size, nodes))
+        return True
+
+    def ring(policy):
+        return DiskRing(
+            LAYOUT,
+            testing.write_files(LAYOUT, tmp_path),
+            rows=4,
+            slots=3,
+            policy=policy,
+            topology=topology,
+            device_node=1,
+            bind=bind,
+        )
+
+    assert ring("auto").nodes == ((1,), (1,), (0,))
+    assert bound == [(0, nbytes, (1,)), (0, nbytes, (1,)), (0, nbytes, (0,))]
+    assert ring("off").nodes == ((), (), ())
+    with pytest.raises(ValueError, match=r"bind: \d+ bytes do not fit node 1"):
+        ring("bind")
 
 
 def test_neighbouring_ranges_are_read_at_once(tmp_path):
