@@ -6,10 +6,11 @@ python -m ds4jax.bench.beside_transformers --out_dir=DIR [--model=configs/models
 
 One layer of each attention kind at full width, all experts on the device, random weights: bfloat16
 on transformers' side, the published storage formats on ours, activations bfloat16 without simulated
-quantisation on both. Both times end with the logits of the last token in host memory. transformers
-runs first, in a process of its own (`--python` names the interpreter that has it), with each of its
-ways to compute experts, and the fastest counts; what runs out of memory is reported. The folder
-gets beside.json, the last line on stdout has the ratios.
+quantisation on both. Both times go from token ids in host memory to the logits of the last one
+there, and both keep the state of the sequence. transformers runs first, in a process of its own
+(`--python` names the interpreter that has it), with each of its ways to compute experts, and the
+fastest counts; its attention for this model is eager only. What runs out of memory is reported. The
+folder gets beside.json, the last line on stdout has the ratios.
 """
 
 import dataclasses
