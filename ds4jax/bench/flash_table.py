@@ -38,6 +38,7 @@ COLUMNS = (
     "routing",
     "rate_tokens_per_s",
     "median_s",
+    "predicted_s",
     "repeats",
     "mode",
     "distinct_mean",

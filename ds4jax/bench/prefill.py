@@ -55,6 +55,7 @@ from ds4jax.flags import config_from_flags, define_config_flags
 from ds4jax.job import PrefillJob, run_record
 from ds4jax.passes import PassReport
 from ds4jax.readings import PrefillResult
+from ds4jax.rows import Prompts
 from ds4jax.run_config import RunConfig
 from ds4jax.text import Prompt
 
@@ -67,6 +68,7 @@ CSV_COLUMNS = (
     "numerics",
     "rate_tokens_per_s",
     "median_s",
+    "predicted_s",
     "repeats",
     "spread",
     "order",
@@ -537,6 +539,7 @@ def _row(arm: Arm, prompt: np.ndarray, warm: WarmUp, runs: Sequence[Timed]) -> d
         "rate_tokens_per_s": len(prompt) / median,
         "median_s": median,
         "ttft_s": median,
+        "predicted_s": _predicted_s(arm, len(prompt)),
         "seconds": times,
         "repeats": len(times),
         "spread": manifest.spread(times),
@@ -577,6 +580,15 @@ def _row(arm: Arm, prompt: np.ndarray, warm: WarmUp, runs: Sequence[Timed]) -> d
         "peak_bytes": stats.get("peak_bytes_in_use") if stats else None,
         "planned_bytes": sum(plan.price.total_bytes for plan in engine.plans),
     }
+
+
+def _predicted_s(arm: Arm, tokens: int) -> float | None:
+    """What the plan gives a prompt in this arm, without compilation; None without a plan."""
+    plan = arm.engine.run_plan
+    if plan is None:
+        return None
+    own = dataclasses.replace(plan, run=dataclasses.replace(plan.run, config=arm.config))
+    return own.predict(Prompts.of(tokens)).seconds
 
 
 def _distinct_streamed(engine: Engine, passes: Sequence[PassReport]) -> int:
@@ -644,10 +656,11 @@ def _loaded(plan: Mapping[str, Any]) -> str:
 def _line(row: Mapping[str, Any]) -> str:
     overlap = "" if row["overlap"] is None else f", overlap {row['overlap']:.1%}"
     peak = "" if row["peak_bytes"] is None else f", peak {row['peak_bytes'] / 1e9:.1f} GB"
+    planned = f", planned {row['predicted_s']:.3f} s" if row["predicted_s"] else ""
     warm = row["warm_up"]
     return (
         f"{row['arm']} {row['prompt_tokens']:>8} tokens: {row['rate_tokens_per_s']:9.1f} tokens/s, "
-        f"{row['median_s']:.3f} s ({row['repeats']} runs, spread {row['spread']:.1%}), "
+        f"{row['median_s']:.3f} s ({row['repeats']} runs, spread {row['spread']:.1%}{planned}), "
         f"{row['numerics']}, {row['routing']}, {row['mode']}, "
         f"{row['distinct_mean']:.1f} distinct experts a layer ({row['distinct_streamed']} of the "
         f"streamed, {row['moved_experts']} moved), busiest {row['busiest_expert_share']:.1%}, "

@@ -68,6 +68,7 @@ def test_rows_hold_the_measurements(record):
         assert sum(chunk["tokens"] for chunk in row["chunks"]) == row["prompt_tokens"]
         assert 1 / 16 < row["busiest_expert_share"] <= 1
         assert row["gc_pause_s"] >= 0
+        assert row["predicted_s"] > 0
 
 
 def test_whole_layers_move_as_predicted_and_routed_sets_as_many_as_are_used(record):
