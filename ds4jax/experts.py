@@ -28,8 +28,8 @@ from pallas_kernels.routed_experts import ExpertSlab, wide_experts
 from sharding.cost import PlanError
 from streaming import streamer as streamers
 from streaming import window as arithmetic
-from streaming.disk import READERS
 from streaming.numa import POLICIES
+from streaming.readers import READERS
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class ExpertPool:
     program that uses a wave has been dispatched. A pool without streamed experts has no waves.
 
     layers    which ones; layers of the plan and of steps count from the first of them
-    reader    how experts are read from disk, a name of `streaming.disk.READERS`
+    reader    how experts are read from disk, a name of `streaming.readers.READERS`
     on_bytes  is told the bytes of experts that have been loaded so far
     """
 

@@ -30,14 +30,14 @@ Host values given to a program between `issue_ahead` and the end of the step are
 own and wait in line behind the slabs: put positions, tables and scalars on the device beforehand,
 and let programs return small outputs such as `done` (indexing an array outside sends the index).
 
-Modules: slab (layout), store (host memory), numa, pinned (page-locking), disk (readers and the
-ring), window (arithmetic), residency (which items stay), link (host to device), uploader and
-streamer (the machine), peers and tiers (several paths at once), owners (two devices), notes
-(messages from programs), trace and ledger (what happened), testing (doubles), bench (measurements
-on a GPU).
+Modules: slab (layout), store (host memory), numa, pinned (page-locking), readers (of files), disk
+(the ring that they fill), window (arithmetic), residency (which items stay), link (host to
+device), uploader and streamer (the machine), peers and tiers (several paths at once), owners (two
+devices), notes (messages from programs), trace and ledger (what happened), testing (doubles), bench
+(measurements on a GPU).
 """
 
-from streaming.disk import DiskRing, FileRange, open_reader
+from streaming.disk import DiskRing
 from streaming.errors import (
     BudgetError,
     LedgerError,
@@ -52,6 +52,7 @@ from streaming.numa import device_node, read_topology
 from streaming.owners import ColdFirst, Readiness
 from streaming.peers import PEER_TIER, RELAY_TIER, PeerLink, PeerStore
 from streaming.pinned import CudaDriver, PinError, Pinner
+from streaming.readers import FileRange, open_reader
 from streaming.residency import (
     Residency,
     even,

@@ -30,10 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from streaming import numa, residency
-from streaming.disk import DiskRing, FileRange, Locate, ReaderKind
+from streaming.disk import DiskRing, Locate
 from streaming.ledger import Ledger
 from streaming.notes import Notes, prefer_routed
 from streaming.pinned import CudaDriver, PinError, Pinner
+from streaming.readers import FileRange, ReaderKind
 from streaming.slab import Component, SlabLayout, page_round
 from streaming.store import HostStore
 from streaming.streamer import DISK_WINDOW, Step, Streamer

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from streaming.disk import FileRange
 from streaming.pinned import PinError
+from streaming.readers import FileRange
 from streaming.slab import Component, SlabLayout
 from streaming.streamer import Step, Streamer
 

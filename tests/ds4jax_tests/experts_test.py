@@ -12,7 +12,7 @@ from ds4jax.checkpoint.safetensors import open_checkpoint
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.experts import ExpertPlan, ExpertPool
 from sharding.cost import PlanError
-from streaming.disk import READERS
+from streaming.readers import READERS
 
 CONFIG = testing.tiny_config()
 LAYERS, EXPERTS = CONFIG.num_hidden_layers, CONFIG.n_routed_experts

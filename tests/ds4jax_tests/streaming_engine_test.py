@@ -20,8 +20,8 @@ from ds4jax.readings import PrefillResult
 from ds4jax.testing import result_hash
 from sharding.cost import PlanError
 from streaming import ReadError, StreamError
-from streaming.disk import PreadReader
 from streaming.link import DeviceLink
+from streaming.readers import PreadReader
 from streaming.window import live_bound
 
 # All attention kinds several times, three hash layers, experts in the published FP4 form.

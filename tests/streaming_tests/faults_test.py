@@ -21,7 +21,7 @@ from streaming import (
     even,
     testing,
 )
-from streaming.disk import DirectReader, MmapReader, PreadReader
+from streaming.readers import DirectReader, MmapReader, PreadReader
 from streaming.store import allocate
 
 LAYERS, ITEMS = 8, 6
