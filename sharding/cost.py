@@ -200,6 +200,8 @@ class Problem:
     upload_overhead_ns  added per slab uploaded; it is what makes small slabs cost something.
     layer_residents     experts that stay in every layer, where that was decided before; None takes
                         as many as fit.
+    in_order            every device has a stage, in the order of the devices, and none is a peer;
+                        otherwise devices come in any order and some may be left out.
     peer_ring_experts   added to a slab of a stage with a peer: every path rounds its part of one.
     embed_bytes         on the device that owns the first layer; head_bytes: of the last layer.
     """
@@ -220,6 +222,7 @@ class Problem:
     head_bytes: int = 0
     hosts: tuple[HostCost, ...] = (HostCost(),)
     peers: tuple[PeerLink, ...] = ()
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "devices", "schedules", "ring_units", "hosts"):
@@ -280,6 +283,11 @@ class Problem:
                 raise PlanError(
                     f"{device.name} is on host {device.host}, but there are {len(self.hosts)} hosts"
                 )
+        if self.in_order and (self.peers or size > len(self.layers)):
+            raise PlanError(
+                f"{size} devices in order and {len(self.layers)} layers, {len(self.peers)} peers: "
+                "expected at most as many devices as layers, and no peer"
+            )
         pairs = [(link.owner, link.peer) for link in self.peers]
         if len(set(pairs)) != len(pairs):
             raise PlanError(f"Problem.peers names a pair twice: {sorted(pairs)}")

@@ -84,6 +84,16 @@ class Space:
     """Device types and the sets of devices that a pipeline may have used."""
 
     def __init__(self, problem: Problem) -> None:
+        self.in_order = problem.in_order
+        if self.in_order:  # the devices that were used are the first ones
+            devices = range(len(problem.devices))
+            self.types = [(device,) for device in devices]
+            self.strides, self.states = [1 for _ in devices], len(devices) + 1
+            self.used = np.array([[device < used for used in range(self.states)]
+                                  for device in devices], np.int64)  # fmt: skip
+            self.free = 1 - self.used
+            self.levels = [np.array([used]) for used in range(self.states)]
+            return
         self.types = device_types(problem)
         counts = np.array([len(members) for members in self.types])
         self.strides = [math.prod((counts[:i] + 1).tolist()) for i in range(len(counts))]
@@ -128,6 +138,9 @@ class _Kind:
         needs = np.bincount(uses, minlength=len(space.types))[:, None]
         self.may_follow = (space.free >= needs).all(axis=0)
         self.may_end = (space.used >= needs).all(axis=0)
+        if space.in_order:
+            self.may_follow = np.arange(space.states) == owner
+            self.may_end = np.arange(space.states) == owner + 1
         size = len(problem.layers) + 1
         memory = problem.devices[space.types[owner][0]].memory_bytes
         # Of several ring units the fastest, then the fewest bytes, then the largest unit.
@@ -155,6 +168,11 @@ class _Kind:
             return full
 
         self.time = grid((time for time, _ in ranks), INFINITE)
+        if space.in_order:
+            # The first device begins, the last one ends.
+            self.time[:1] = np.where(owner, INFINITE, self.time[:1])
+            last = owner == len(space.types) - 1
+            self.time[:, -1:] = np.where(last, self.time[:, -1:], INFINITE)
         self.bytes = grid(nbytes for _, nbytes in ranks)
         own = problem.devices[space.types[owner][0]].host
         other = problem.devices[space.types[peer][0]].host

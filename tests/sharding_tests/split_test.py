@@ -146,6 +146,8 @@ def all_splits(problem):
         for cuts in itertools.combinations(range(1, n), count - 1):
             bounds = (0, *cuts, n)
             for owners in itertools.permutations(devices, count):
+                if problem.in_order and owners != (*devices,):
+                    continue
                 rest = [d for d in devices if d not in owners]
                 for peers in itertools.product([None, *rest], repeat=count):
                     helpers = [p for p in peers if p is not None]
@@ -169,9 +171,16 @@ def beats(a, b):
     )
 
 
+def kinds(problem):
+    """The number of every device's type; devices that come in order are not swapped."""
+    if problem.in_order:
+        return {device: device for device in range(len(problem.devices))}
+    return {d: at for at, members in enumerate(device_types(problem)) for d in members}
+
+
 def brute_force(problem):
     """All plans as (key, stages), keys as in the documented order; one per choice of types."""
-    kind = {d: at for at, members in enumerate(device_types(problem)) for d in members}
+    kind = kinds(problem)
     limited = any(host.bytes_per_s for host in problem.hosts)
     units = sorted({min(u, max(problem.experts, 1)) for u in problem.ring_units}, reverse=True)
     plans = {}
@@ -306,7 +315,7 @@ def random_problem(seed, *, limited=None, peers=None):
 
 
 def types_of(problem, plan):
-    kind = {d: at for at, members in enumerate(device_types(problem)) for d in members}
+    kind = kinds(problem)
     return tuple(
         (s.end, kind[s.device], -1 if s.peer is None else kind[s.peer]) for s in plan.stages
     )
@@ -317,6 +326,14 @@ class BruteForceTest(parameterized.TestCase):
     def test_equals_brute_force_with_ties(self, block):
         compared = sum(self.check_seed(seed) for seed in range(block * 150, (block + 1) * 150))
         self.assertGreaterEqual(compared, 84)  # of 150; the others are refused by both
+
+    def test_equals_brute_force_with_devices_in_order(self):
+        compared = 0
+        for seed in range(500, 700):
+            problem = random_problem(seed, peers=False)
+            if len(problem.devices) <= len(problem.layers):
+                compared += self.check(dataclasses.replace(problem, in_order=True))
+        self.assertGreaterEqual(compared, 60)
 
     @pytest.mark.slow
     def test_equals_brute_force_on_many(self):
@@ -424,6 +441,7 @@ class SpeedTest(parameterized.TestCase):
         # All orders of the devices tie: 8! of them times the splits.
         ("plateau", flash_problem([card(100 + i, name=f"d{i}") for i in range(8)])),
         ("limited_host", flash_problem([card(24)] * 8, hosts=(HostCost("h", 10 * GIGA),))),
+        ("in_order", dataclasses.replace(flash_problem(UNEQUAL), in_order=True)),
     )
     def test_43_layers_on_8_devices_take_less_than_a_second(self, problem):
         start = time.process_time()
@@ -605,6 +623,13 @@ class PlanTest(parameterized.TestCase):
 
 
 class RefusalTest(parameterized.TestCase):
+    def test_more_devices_in_order_than_layers(self):
+        problem, links = random_problem(2, peers=False), uniform_links(9, GIGA)
+        with self.assertRaisesRegex(PlanError, "9 devices in order and"):
+            dataclasses.replace(
+                problem, devices=(card(24),) * 9, link_bytes_per_s=links, in_order=True
+            )
+
     def test_names_the_missing_bytes_and_what_fits(self):
         problem = flash_problem([card(5, name="small")])
         with self.assertRaises(PlanError) as caught:
