@@ -13,7 +13,7 @@ from ds4jax.checkpoint import keys, synthetic_device
 from ds4jax.checkpoint.source import CheckpointError, TensorSource, config_text
 from ds4jax.config import ModelConfig
 from ds4jax.quant import QTensor
-from pallas_kernels.routed_experts import ExpertSlab
+from pallas_kernels.routed_experts import ExpertSlab, with_scale_range
 
 E8M0_NAN = 255
 SMALL_BYTES = 16384  # tensors up to this size are part of a fingerprint
@@ -184,10 +184,10 @@ def slab_parts(
 def place_expert_slab(
     source: TensorSource, layer: int | str, experts: Sequence[int], device: jax.Device
 ) -> ExpertSlab:
-    """As `load_expert_slab`, on `device`."""
+    """As `load_expert_slab`, on `device`, with the range of the scales."""
     if made := synthetic_device.maker(source, device):
-        return made.slab(layer, experts)
-    return jax.device_put(load_expert_slab(source, layer, experts), device)
+        return with_scale_range(made.slab(layer, experts))
+    return with_scale_range(jax.device_put(load_expert_slab(source, layer, experts), device))
 
 
 def load_expert_slab(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import codecs, support
 from pallas_kernels.routed_experts import portable, reference, sm90, tiling
-from pallas_kernels.routed_experts.slab import ExpertSlab
+from pallas_kernels.routed_experts.slab import ExpertSlab, with_scale_range
 
 __all__ = [
     "ExpertSlab",
@@ -18,6 +18,7 @@ __all__ = [
     "preferred",
     "refusal",
     "wide_experts",
+    "with_scale_range",
 ]
 
 # Routed rows per expert from which the Hopper kernels are taken, without and with `quantize_input`.

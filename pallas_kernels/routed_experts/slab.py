@@ -15,7 +15,7 @@ Format = Literal["fp4", "fp8", "bf16", "f32"]
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["gate_up", "gate_up_scale", "down", "down_scale"],
+    data_fields=["gate_up", "gate_up_scale", "down", "down_scale", "scale_range"],
     meta_fields=["format"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,9 @@ class ExpertSlab:
     FP4 bytes hold the even element in the low nibble, as the checkpoint has them; the scales are
     [n, 2F, D/32] and [n, D, F/32]. The scales of the FP8 gate_up are those of w1 above those of w3,
     [n, 2 * ceil(F/128), ceil(D/128)], those of down [n, ceil(D/128), ceil(F/128)].
+
+    scale_range, of FP4 slabs that stay for many calls: what `scale_range` finds. Without it every
+    call that needs it reads all scales for it.
     """
 
     gate_up: jax.Array
@@ -38,6 +41,7 @@ class ExpertSlab:
     down: jax.Array
     down_scale: jax.Array | None
     format: Format
+    scale_range: jax.Array | None = None
 
     @property
     def experts(self) -> int:
@@ -90,6 +94,11 @@ class ExpertSlab:
                     f"{self.format} slab of {n} experts, D={d}, F={f}: {name}_scale is {found}, "
                     f"expected {None if wanted is None else f'uint8{list(wanted)}'}"
                 )
+        found = self.scale_range
+        if found is not None and (found.shape != (n, 2, 2) or found.dtype != jnp.uint8):
+            raise ValueError(
+                f"scale_range is {found.dtype}{list(found.shape)}, expected uint8{[n, 2, 2]}"
+            )
 
     def decode(self, row: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
         """Weights of the expert at `row` (traced i32): gate_up [2F, D] and down [D, F]."""
@@ -109,6 +118,24 @@ class ExpertSlab:
         half_scales = jnp.stack(jnp.split(gate_up_scale, 2))
         gate_up = codecs.decode_fp8(halves, half_scales, dtype).reshape(gate_up.shape)
         return gate_up, codecs.decode_fp8(down, down_scale, dtype)
+
+
+def scale_range(slab: ExpertSlab) -> jax.Array:
+    """u8 [n, 2, 2]: the least and the largest scale byte of each gate_up and of each down."""
+    return jnp.stack(
+        [
+            jnp.stack([scales.min(axis=(1, 2)), scales.max(axis=(1, 2))], axis=1)
+            for scales in (slab.gate_up_scale, slab.down_scale)
+        ],
+        axis=1,
+    )
+
+
+def with_scale_range(slab: ExpertSlab) -> ExpertSlab:
+    """The slab with its `scale_range`, found on its device; other formats than FP4 as they are."""
+    if slab.format != "fp4":
+        return slab
+    return dataclasses.replace(slab, scale_range=jax.jit(scale_range)(slab))
 
 
 def unreadable(

@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels.routed_experts import sm90_fragments
 from pallas_kernels.routed_experts.arrange import arrange, put_back
 from pallas_kernels.routed_experts.ordering import RowOrder, order_rows
-from pallas_kernels.routed_experts.slab import ExpertSlab, unreadable
+from pallas_kernels.routed_experts.slab import ExpertSlab, scale_range, unreadable
 from pallas_kernels.routed_experts.sm90_kernel import (
     ROW_GRAIN,
     Product,
@@ -63,6 +63,7 @@ def expert_slots(
     first = 0
     for slab in slabs:
         places = place_rows(order, first, slab.experts, schedule.rows)
+        gate_up_bands, down_bands = _bands(slab, kind)
         first += slab.experts
         row = jnp.minimum(places.source, tokens * k - 1)
         rows, row_scale = place(x, row // k, places.used, order=kind)
@@ -72,7 +73,7 @@ def expert_slots(
             row_scale,
             slab.gate_up,
             slab.gate_up_scale,
-            *_bands(slab.gate_up_scale, kind),
+            *gate_up_bands,
             places.tiles,
             weights.reshape(-1)[row],
         )
@@ -85,7 +86,7 @@ def expert_slots(
             row_scale,
             slab.down,
             slab.down_scale,
-            *_bands(slab.down_scale, kind),
+            *down_bands,
             places.tiles,
             None,
         )
@@ -98,12 +99,18 @@ def expert_slots(
     return out.reshape(tokens, k, hidden)
 
 
-def _bands(scales, kind):
-    """Largest scale byte of each expert, and how many bands its scales span."""
+def _bands(slab, kind):
+    """Of gate_up and of down: each expert's largest scale byte, and the bands of its scales."""
     if kind == "bf16":
-        return (jnp.zeros(scales.shape[0], jnp.int32),) * 2
-    top = jnp.max(scales, axis=(1, 2)).astype(jnp.int32)
-    bottom = jnp.min(scales, axis=(1, 2)).astype(jnp.int32)
+        nothing = jnp.zeros(slab.experts, jnp.int32)
+        return ((nothing, nothing),) * 2
+    found = scale_range(slab) if slab.scale_range is None else slab.scale_range
+    return tuple(bands(found[:, matrix]) for matrix in (0, 1))
+
+
+def bands(found):
+    """Largest scale byte, and bands that the scales span, i32 [n], of ranges u8 [n, 2]."""
+    bottom, top = found[:, 0].astype(jnp.int32), found[:, 1].astype(jnp.int32)
     return top, (top - bottom) // sm90_fragments.BAND + 1
 
 
@@ -116,11 +123,10 @@ def wide_experts(slab: ExpertSlab) -> np.ndarray:
     than 2^-113 gives 0. The slab's arrays may be on the host or on a device; slabs of another
     format than FP4 have none.
     """
-    wide = np.zeros(slab.experts, bool)
-    for scales in (slab.gate_up_scale, slab.down_scale) if slab.format == "fp4" else ():
-        largest, least = (np.asarray(f(axis=(1, 2)), np.int32) for f in (scales.max, scales.min))
-        wide |= largest - least >= sm90_fragments.BAND
-    return wide
+    if slab.format != "fp4":
+        return np.zeros(slab.experts, bool)
+    found = scale_range(slab) if slab.scale_range is None else slab.scale_range
+    return (np.ptp(np.asarray(found, np.int32), axis=2) >= sm90_fragments.BAND).any(axis=1)
 
 
 @jax.tree_util.register_dataclass

@@ -25,6 +25,7 @@ from pallas_kernels.routed_experts import (
     sm90_kernel,
     tiling,
     wide_experts,
+    with_scale_range,
 )
 
 LIMIT = 1.5
@@ -94,8 +95,8 @@ def multiply(codes, scales, weight, weight_scale, schedule, *, interpret):
     x_scale = jnp.zeros((scales.shape[1], places), jnp.float32).at[:, :rows].set(scales.T)
     tiles = [jnp.asarray([value], jnp.int32) for value in (0, 0, rows, 1)]
     product = sm90_kernel.Product("fp8", None, schedule, 2 if interpret else 132, interpret)
+    bands = sm90.bands(jnp.asarray([[weight_scale.min(), weight_scale.max()]]))
     weight, weight_scale = jnp.asarray(weight), jnp.asarray(weight_scale)
-    bands = sm90._bands(weight_scale, "fp8")
     out = sm90_kernel.grouped_product(
         product, x, x_scale, weight, weight_scale, *bands, tuple(tiles), None
     )
@@ -165,8 +166,10 @@ class FormatTest(parameterized.TestCase):
         slab.down_scale[2, 7, 1] = 121 - 26
         slab.down_scale[3, 7, 1] = 121 - 27
         self.assertEqual(wide_experts(slab).tolist(), [False, False, False, True])
-        on_device = jax.tree.map(jnp.asarray, slab)
-        self.assertEqual(wide_experts(on_device).tolist(), [False, False, False, True])
+        for other in (jax.tree.map(jnp.asarray, slab), with_scale_range(slab)):
+            self.assertEqual(wide_experts(other).tolist(), [False, False, False, True])
+        wanted = [[[118, 121], [118, 121]], [[95, 121], [118, 121]]]
+        self.assertEqual(with_scale_range(slab).scale_range[:2].tolist(), wanted)
 
 
 class PlacesTest(parameterized.TestCase):
@@ -233,7 +236,11 @@ class InterpretedTest(parameterized.TestCase):
         case = make_case(self.id(), tokens=3)
         case.slab.gate_up_scale[0, ::3] -= 40
         case.slab.down_scale[1, :, ::2] -= 60
-        self.check(case, True)
+        got = self.check(case, True)
+        known = run(
+            case, "sm90", slabs=(with_scale_range(case.slab),), quantize_input=True, interpret=True
+        )
+        np.testing.assert_array_equal(known.view("u2"), got.view("u2"))
 
     @pytest.mark.slow
     def test_tiles_of_both_sizes_and_an_expert_without_rows(self):

@@ -613,6 +613,10 @@ class RefusalTest(absltest.TestCase):
             ),
             (wrong(slab=slab(down_scale=None)), "down_scale is None"),
             (wrong(slab=slab(format="fp8")), "float8_e4m3fn"),
+            (
+                wrong(slab=slab(scale_range=np.zeros((8, 2), np.uint8))),
+                r"expected uint8\[8, 2, 2\]",
+            ),
         ):
             with pytest.raises(ValueError, match=text):
                 run(change)
