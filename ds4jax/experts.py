@@ -21,7 +21,6 @@ from ds4jax.checkpoint import load as loading
 from ds4jax.checkpoint.converted import ConvertedSource
 from ds4jax.checkpoint.safetensors import SafetensorsSource
 from ds4jax.checkpoint.source import CheckpointError, TensorSource
-from ds4jax.config import ModelConfig
 from ds4jax.moe import LayerSlabs
 from ds4jax.owners import ColdOwner, ParallelOwners
 from pallas_kernels.routed_experts import ExpertSlab, wide_experts
@@ -546,12 +545,6 @@ def _require_lockable(nbytes: int, device: jax.Device) -> None:
             f"page-locking {nbytes} bytes of host memory needs {needed} bytes of the device's "
             f"memory that JAX has not taken, {free} are free: lower XLA_PYTHON_CLIENT_MEM_FRACTION"
         )
-
-
-def all_resident(config: ModelConfig, layers: int, cold: int = 0) -> ExpertPlan:
-    """The plan that keeps all experts of some layers on the device, but the cold owner's."""
-    experts = config.n_routed_experts
-    return ExpertPlan(streaming.even(layers, experts, experts - cold, elsewhere=cold))
 
 
 def absent_experts(counts: np.ndarray, available: Sequence[int]) -> list[int]:

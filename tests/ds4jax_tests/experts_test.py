@@ -196,4 +196,5 @@ def test_default_windows_are_those_of_the_tiers():
     assert ExpertPlan(residency, "ram").resolved_window == 1
     assert ExpertPlan(residency, "disk").resolved_window == 2
     assert ExpertPlan(residency, "disk", window=0).resolved_window == 0
-    assert not experts.all_resident(CONFIG, 3).streams
+    assert ExpertPlan(residency, "disk").streams
+    assert not ExpertPlan(streaming.even(LAYERS, EXPERTS, EXPERTS)).streams
