@@ -128,7 +128,7 @@ class FormatTest(parameterized.TestCase):
     @parameterized.product(order=("fp8", "bf16", None), quantize=(False, True))
     def test_arrange_gathers_rounds_and_reorders(self, order, quantize):
         rng = np.random.default_rng(1)
-        x = rng.standard_normal((9, 256)) * 2.0 ** rng.integers(-20, 20, (9, 2)).repeat(128, 1)
+        x = rng.standard_normal((9, 512)) * 2.0 ** rng.integers(-20, 20, (9, 4)).repeat(128, 1)
         x[3, :128] = 0
         x = jnp.asarray(x, jnp.bfloat16)
         source = jnp.asarray(rng.integers(0, 9, 40), jnp.int32)
