@@ -192,13 +192,17 @@ class LayerTable:
 
     def seconds(
         self, config: ModelConfig, layer: int, rows: int, positions: np.ndarray, rates: Rates
-    ) -> np.ndarray:
-        """Seconds of a layer for chunks of `rows` rows at `positions`, on a device of `rates`."""
-        contexts, total = positions + rows / 2, np.zeros(len(positions))
-        for part, each in work(config, layer, rows, positions).items():
-            share = self._at(self._efficiency, config.kind(layer).value, part, rows, contexts)
-            total += each.seconds(rates) / share
-        return total
+    ) -> dict[str, np.ndarray]:
+        """Seconds of each part of a layer, for chunks of `rows` rows at `positions`.
+
+        rates  of the device
+        """
+        contexts, kind = positions + rows / 2, config.kind(layer).value
+        return {
+            part: np.broadcast_to(each.seconds(rates), positions.shape)
+            / self._at(self._efficiency, kind, part, rows, contexts)
+            for part, each in work(config, layer, rows, positions).items()
+        }
 
     def temp_bytes(self, config: ModelConfig, layer: int, part: str, rows: int) -> int | None:
         """Bytes that the program of a part allocates; None where it was not measured."""

@@ -435,7 +435,7 @@ def _stage(
 ) -> Plan:
     """What the engine needs to know of a stage that was planned."""
     config, item = run.config, run.item_bytes
-    residency = _residency(run, layers, stage.residents)
+    residency = _residency(run, layers, stage.layer_residents)
     if peer is None or config.peer.by_hand:
         shares = peers.divide(config.peer, peer, residency.streamed)
     else:
@@ -443,12 +443,12 @@ def _stage(
     share, slabs, ring, store = max(map(len, residency.streamed)), None, 0, 0
     if share:
         waves = -(-share // stage.slab_experts)
-        size, problem = -(-share // waves), choice.problem
-        slabs = problem.ring_slots * item * max(size, problem.ring_least)
+        size, problem, slots = -(-share // waves), choice.problem, stage.ring.slots
+        slabs = slots * item * max(size, problem.ring_least)
         if stage.range.peer is not None:
             rows = peers.slab_rows(peers.paths(residency.streamed, tier, shares), waves)
-            slabs = problem.ring_slots * item * sum(rows.values())
-        ring = (run.window(tier) + 1) * size * item
+            slabs = slots * item * sum(rows.values())
+        ring = (stage.ring.ahead + 1) * size * item
         # Layers with the same experts share host memory.
         kept = set(
             streaming.store.owners(residency.streamed, [run.origins[layer] for layer in layers])
@@ -465,7 +465,8 @@ def _stage(
         micro_batch_bytes=memory["activations"],
         handoff_bytes=memory["hand-off"],
     )
-    plan = ExpertPlan(residency, tier, config.streaming.window, slabs, shares)
+    window = stage.ring.ahead if share else config.streaming.window
+    plan = ExpertPlan(residency, tier, window, slabs, shares)
     tokens, kept = choice.schedule.micro_batch_tokens, choice.schedule.activations
     waiting = run.waiting_bytes(tokens) if kept == "host" else 0
     return Plan(layers, plan, tokens, price, store if tier == "ram" else ring, kept, waiting)
@@ -481,8 +482,8 @@ def _planned_shares(
     return peers.planned(peer, streamed, held, relayed) if held or relayed else None
 
 
-def _residency(run: Run, layers: range, residents: int) -> streaming.Residency:
-    """Residents spread evenly, the first layers with one more; the most used by the profile."""
+def _residency(run: Run, layers: range, per_layer: int) -> streaming.Residency:
+    """The same number of residents in every layer; the most used by the profile."""
     model, counts, path = run.model, None, run.config.streaming.resident_profile
     experts = model.n_routed_experts
     if path is not None:
@@ -491,13 +492,8 @@ def _residency(run: Run, layers: range, residents: int) -> streaming.Residency:
         except (OSError, ValueError) as error:
             raise ConfigError(f"config.streaming.resident_profile: {error}") from None
         counts = counts[layers.start : layers.stop]
-    each, more = divmod(residents, len(layers))
     cold = experts - run.experts
-    low, high = (
-        streaming.even(len(layers), experts, min(per_layer, run.experts), counts, elsewhere=cold)
-        for per_layer in (each, each + 1)
-    )
-    return dataclasses.replace(low, resident=high.resident[:more] + low.resident[more:])
+    return streaming.even(len(layers), experts, per_layer, counts, elsewhere=cold)
 
 
 def binding(plan: Plan, config: RunConfig, expert_bytes: int) -> str:
@@ -554,7 +550,7 @@ def _least_price(problem: Problem) -> admission.Price:
     for schedule in problem.schedules:
         residents = len(problem.layers) * (problem.layer_residents or 0)
         streams = residents < len(problem.layers) * problem.experts
-        unit = max(min(problem.ring_units), problem.ring_least)
+        ring = min(ring.slots * max(ring.experts, problem.ring_least) for ring in problem.rings)
         prices.append(
             admission.Price(
                 weights_bytes=problem.embed_bytes
@@ -563,7 +559,7 @@ def _least_price(problem: Problem) -> admission.Price:
                 state_bytes=schedule.sequences * sum(layer.state_bytes for layer in problem.layers),
                 workspace_bytes=max(layer.workspace_bytes for layer in problem.layers),
                 resident_bytes=residents * problem.expert_bytes,
-                slab_bytes=problem.ring_slots * unit * problem.expert_bytes if streams else 0,
+                slab_bytes=ring * problem.expert_bytes if streams else 0,
                 micro_batch_bytes=schedule.activation_bytes,
             )
         )

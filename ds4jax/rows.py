@@ -25,6 +25,7 @@ from sharding.cost import (
     LayerCost,
     PlanError,
     Problem,
+    Ring,
     Schedule,
     ceil_div,
     micro_batches,
@@ -32,10 +33,19 @@ from sharding.cost import (
 )
 from streaming.window import live_bound
 
-# Experts of a slab where whole layers do not fit. A partial slab is put together from pieces that
-# are alive beside it, so slabs of one would hold nothing.
-_LAUNCHES_NS = 100_000  # of the programs of a part of the experts
-_WAVES = (128, 64, 32, 16, 8, 4, 2)
+_PART_NS = 150_000  # of the programs of a part of a layer's experts for a chunk, beside their work
+# Experts of a slab where whole layers do not fit, and slabs that may be copied ahead: as many as
+# hold a whole layer, since more would not hide more. A partial slab is put together from pieces
+# that are alive beside it, so slabs of one would hold nothing.
+_WAVES = {
+    128: (1, 2),
+    64: (1, 2, 3),
+    32: (1, 3, 5, 7),
+    16: (1, 4, 8, 12),
+    8: (1, 4),
+    4: (1,),
+    2: (1,),
+}
 _PEER_RING = 6  # a slab over three paths: each rounds its part up, and holds two at least
 
 
@@ -120,10 +130,32 @@ class Run:
         cold = peers.cold_experts(self.config.peer, self.model.n_routed_experts)
         return self.model.n_routed_experts - cold
 
-    def window(self, tier: str) -> int:
-        """Slabs that are copied ahead."""
-        given = self.config.streaming.window
-        return default_window(tier) if given is None else given
+    def _rings(self, tier: str, waves: bool) -> list[Ring]:
+        """What streamed experts may pass through; slabs are copied ahead as the tier needs."""
+        options, paths = self.config.streaming, peers.path_count(self.config.peer)
+        usual = default_window(tier) if options.window is None else options.window
+
+        def ring(experts: int, ahead: int) -> Ring:
+            # Several paths divide the slabs' memory by size, which rounds.
+            return Ring(experts, live_bound(ahead) * min(paths, 2), ahead)
+
+        if options.slab_bytes is not None:
+            live = live_bound(usual) * min(paths, 2)
+            unit = options.slab_bytes // (live * self.item_bytes)
+            unit -= _PEER_RING if self.machine.peers else 0
+            if unit < 2 * paths:
+                raise PlanError(
+                    f"config.streaming.slab_bytes is {options.slab_bytes}, slabs of {live} x "
+                    f"{2 * paths} experts need {live * 2 * paths * self.item_bytes}: raise it"
+                )
+            return [ring(unit, usual)]
+        if not waves:
+            return [ring(WHOLE_LAYER, usual)]
+        if options.window is not None:
+            return [ring(experts, usual) for experts in _WAVES]
+        return [
+            ring(experts, max(ahead, usual)) for experts, some in _WAVES.items() for ahead in some
+        ]
 
     def asked_residents(self) -> int | None:
         """Residents of every layer where the configuration decides them."""
@@ -164,21 +196,7 @@ class Run:
         parts = keys.resident_parts(self.model, self.infos)
         first, last = 0 in chosen, self.model.num_hidden_layers - 1 in chosen
         work = _Chunks.of(prompts, self.config.prefill.chunk_tokens)
-        machine, options = self.machine, self.config.streaming
-        paths = peers.path_count(self.config.peer)
-        # Several paths divide the slabs' memory by size, which rounds.
-        live = live_bound(self.window(tier)) * min(paths, 2)
-        least = 2 * paths
-        units = _WAVES if waves else (WHOLE_LAYER,)
-        if options.slab_bytes is not None:
-            unit = options.slab_bytes // (live * self.item_bytes)
-            unit -= _PEER_RING if machine.peers else 0
-            if unit < least:
-                raise PlanError(
-                    f"config.streaming.slab_bytes is {options.slab_bytes}, slabs of {live} x "
-                    f"{least} experts need {live * least * self.item_bytes}: raise it"
-                )
-            units = (unit,)
+        machine = self.machine
         link = machine.disk_bytes_per_s if tier == "disk" else None
         if link is not None:  # relayed experts would wait in host memory
             holds = any(each.holds for each in machine.peers)
@@ -208,9 +226,8 @@ class Run:
             ),
             expert_bytes=self.item_bytes,
             link_bytes_per_s=machine.link_bytes_per_s,
-            ring_slots=live,
-            ring_least=least,
-            ring_units=units,
+            rings=tuple(self._rings(tier, waves)),
+            ring_least=2 * peers.path_count(self.config.peer),
             upload_overhead_ns=machine.upload_overhead_ns,
             layer_residents=self.asked_residents(),
             peer_ring_experts=_PEER_RING,
@@ -236,10 +253,7 @@ class Run:
         streams = model.hc_mult * hidden
         # Normed inputs and slots, kept of all chunks where a layer's experts come in several slabs.
         beside = (1 + model.num_experts_per_tok) * hidden
-        by_kind = {
-            model.layer_ratios[layer]: math.ceil(1e9 * self._layer_seconds(layer, work))
-            for layer in layers
-        }
+        by_kind = {model.layer_ratios[layer]: self._layer_ns(layer, work) for layer in layers}
         first, last = 0 in layers, model.num_hidden_layers - 1 in layers
         for count, passes in self._candidates(total, chunks):
             several = count > 1
@@ -252,11 +266,12 @@ class Run:
             if place == "host" and self.waiting_bytes(tokens) > self._waiting_limit():
                 continue
             on_device = count if place == "device" else min(count, LIVE_CHUNKS)
-            wave_ns, crossing = count * self._wave_ns(rows), 0
+            together = ceil_div(total, passes)  # chunks: a prompt may be shorter than a micro-batch
+            wave_ns, crossing = together * _PART_NS, 0
             if place == "host":
                 # Streams come to attend, and to finish once more where slabs are parts of a layer.
                 crossing = streams + (streams + 2 * beside if in_parts else 0)
-                wave_ns += count * transfer_ns(rows * beside, self._host_rate())
+                wave_ns += together * transfer_ns(rows * beside, self._host_rate())
             before = max(
                 self._workspace(layer, rows, count) - self._workspace(layer, rows, 1)
                 for layer in layers
@@ -267,7 +282,10 @@ class Run:
                 micro_batch_tokens=tokens,
                 passes=passes,
                 compute_ns=tuple(
-                    ceil_div(by_kind[model.layer_ratios[layer]], passes) for layer in layers
+                    ceil_div(sum(by_kind[model.layer_ratios[layer]]), passes) for layer in layers
+                ),
+                expert_ns=tuple(
+                    by_kind[model.layer_ratios[layer]][1] // passes for layer in layers
                 ),
                 distinct=(moved,) * len(layers),
                 activation_bytes=on_device * rows * kept + before if several else 0,
@@ -312,15 +330,17 @@ class Run:
             found = found[1:]
         return found
 
-    def _layer_seconds(self, layer: int, work: _Chunks) -> float:
-        """Seconds of a layer on all chunks."""
-        total = 0.0
+    def _layer_ns(self, layer: int, work: _Chunks) -> tuple[int, int]:
+        """Time of a layer on all chunks: all but its routed experts, and these."""
+        total = dict.fromkeys(costs.PARTS, 0.0)
+        machine = self.machine
         for rows in sorted(set(work.rows.tolist())):
             positions = work.position[work.rows == rows]
-            machine = self.machine
             times = machine.table.seconds(self.model, layer, rows, positions, machine.rates)
-            total += float(times.sum())
-        return total
+            for part, each in times.items():
+                total[part] += float(each.sum())
+        experts = total.pop("experts")
+        return math.ceil(1e9 * sum(total.values())), math.ceil(1e9 * experts)
 
     def _distinct(self, tokens: int, tier: str) -> int:
         """Experts of a layer that a pass over so many tokens moves if none is resident."""
@@ -346,12 +366,6 @@ class Run:
         }
         known = {part: found for part, found in temporaries.items() if found is not None}
         return admission.workspace_bytes(self.model, self.numerics, rows, chunks, known)
-
-    def _wave_ns(self, rows: int) -> int:
-        """What another slab adds for a chunk: launches, and inputs and slots read and written."""
-        slots = 2 * rows * self.model.num_experts_per_tok * self.model.hidden_size
-        nbytes = 2 * slots * self.numerics.dtype.itemsize
-        return _LAUNCHES_NS + transfer_ns(nbytes, int(self.machine.rates.bytes_per_s))
 
     def _embed_ns(self, work: _Chunks, passes: int) -> int:
         """Writing the streams."""

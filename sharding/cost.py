@@ -112,6 +112,25 @@ class PeerLink:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ring:
+    """Slabs that streamed experts pass through.
+
+    experts  of a slab; WHOLE_LAYER or any value above the number of experts means the streamed
+             share of a whole layer.
+    slots    slabs that there is memory for.
+    ahead    slabs that may be copied ahead of the one that is computed.
+    """
+
+    experts: int = WHOLE_LAYER
+    slots: int = 3
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self, 1, experts=self.experts, slots=self.slots)
+        _check(self, 0, ahead=self.ahead)
+
+
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """One order of work, with the rows that depend on it.
 
@@ -120,6 +139,7 @@ class Schedule:
     micro_batch_tokens    S, tokens per pass over the layers.
     passes                m, micro-batches of the run; every pass streams its experts once.
     compute_ns            per layer, of one pass at speed 1000.
+    expert_ns             of it, what the routed experts take, each of a layer as much; () = all.
     distinct              per layer, experts hit in one pass; all of them in whole-layer mode.
     activation_bytes      streams of a micro-batch that live on the device while it passes a stage.
     handoff_bytes         bytes copied between two stages per pass.
@@ -129,7 +149,8 @@ class Schedule:
     layer_link_bytes      bytes per layer and pass that cross the host link beside the experts
                           (activations that are kept in host memory).
     activations           "device" or "host": where the streams of a micro-batch are kept.
-    wave_ns               computation that every slab of a layer but the first adds, at speed 1000.
+    wave_ns               computation that every part of a layer's experts but the first adds, at
+                          speed 1000: the residents are a part, and every slab is one.
     sequences             whose states are held at once; `LayerCost.state_bytes` is that of one.
     """
 
@@ -138,6 +159,7 @@ class Schedule:
     passes: int
     compute_ns: tuple[int, ...]
     distinct: tuple[int, ...]
+    expert_ns: tuple[int, ...] = ()
     activation_bytes: int = 0
     handoff_bytes: int = 0
     receive_bytes: int = 0
@@ -177,9 +199,17 @@ class Schedule:
             layer_link_bytes=self.layer_link_bytes,
             wave_ns=self.wave_ns,
         )
-        for name in ("compute_ns", "distinct"):
+        for name in ("compute_ns", "distinct", "expert_ns"):
             for value in getattr(self, name):
                 _check(self, 0, **{name: value})
+        if self.expert_ns and len(self.expert_ns) != len(self.compute_ns):
+            raise PlanError(
+                f"Schedule.expert_ns has {len(self.expert_ns)} values for {len(self.compute_ns)} "
+                "layers"
+            )
+        for part, whole in zip(self.expert_ns, self.compute_ns, strict=False):
+            if part > whole:
+                raise PlanError(f"Schedule.expert_ns has {part} of a layer that takes {whole}")
 
     def __str__(self) -> str:
         where = "" if self.activations == "device" else ", activations in host memory"
@@ -193,10 +223,8 @@ class Problem:
     link_bytes_per_s    [i][j]: bandwidth of a hand-off from device i to device j.
     link_latency_ns     added to every hand-off.
     expert_bytes        bytes of one expert as it is stored and moved.
-    ring_slots          slabs in flight (a window of W layers ahead needs W + 2).
+    rings               that a stage may choose from.
     ring_least          experts that a slab has room for at least.
-    ring_units          experts per slab that a stage may choose from; WHOLE_LAYER or any value
-                        above the number of experts means the streamed share of a whole layer.
     upload_overhead_ns  added per slab uploaded; it is what makes small slabs cost something.
     layer_residents     experts that stay in every layer, where that was decided before; None takes
                         as many as fit.
@@ -212,9 +240,8 @@ class Problem:
     expert_bytes: int
     link_bytes_per_s: tuple[tuple[int, ...], ...]
     link_latency_ns: int = 0
-    ring_slots: int = 3
+    rings: tuple[Ring, ...] = (Ring(),)
     ring_least: int = 1
-    ring_units: tuple[int, ...] = (WHOLE_LAYER,)
     upload_overhead_ns: int = 0
     layer_residents: int | None = None
     peer_ring_experts: int = 0
@@ -225,14 +252,13 @@ class Problem:
     in_order: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("layers", "devices", "schedules", "ring_units", "hosts"):
+        for name in ("layers", "devices", "schedules", "rings", "hosts"):
             if not getattr(self, name):
                 raise PlanError(f"Problem.{name} is empty, expected at least one row")
         _check(
             self,
             1,
             expert_bytes=self.expert_bytes,
-            ring_slots=self.ring_slots,
             ring_least=self.ring_least,
         )
         _check(
@@ -244,8 +270,6 @@ class Problem:
             embed_bytes=self.embed_bytes,
             head_bytes=self.head_bytes,
         )
-        for unit in self.ring_units:
-            _check(self, 1, ring_units=unit)
         if self.layer_residents is not None:
             _check(self, 0, layer_residents=self.layer_residents)
             if self.layer_residents > self.experts:

@@ -1,40 +1,53 @@
 """What every layer range costs on one device: residents, ring, memory, and time of a pass."""
 
+import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
 
-from sharding.cost import Problem, Schedule, transfer_ns
+from sharding.cost import Problem, Ring, Schedule, transfer_ns
 
 
-def ring_units(problem: Problem) -> tuple[int, ...]:
-    """The ring units of a problem that differ, in experts per slab, largest first."""
+def ring_options(problem: Problem) -> tuple[Ring, ...]:
+    """The rings of a problem that differ: the largest slabs first, then the fewest."""
     cap = max(problem.experts, 1)
-    return tuple(sorted({min(unit, cap) for unit in problem.ring_units}, reverse=True))
+    found = {dataclasses.replace(ring, experts=min(ring.experts, cap)) for ring in problem.rings}
+    return tuple(sorted(found, key=rank))
+
+
+def rank(ring: Ring) -> tuple[int, int, int]:
+    """What rings are ordered by where they are equally good."""
+    return -ring.experts, ring.slots, ring.ahead
 
 
 class RangeTable:
     """Costs of all layer ranges [begin, end) on `device`, one int64 array entry per range.
 
-    Residents: all experts if they fit, else the largest R with
+    Residents: all experts if they fit, else the same number q in every layer, the largest with
 
-        R + slots * min(unit, E - R // layers) <= room
+        layers * q + slots * min(unit, E - q) <= room
 
     in experts: the ring holds `slots` slabs, and a slab holds at most `unit` experts and at most
-    the streamed share of a layer (but at least `Problem.ring_least`). R is spread evenly over the
-    layers of the range, the first R % layers have one more. With `Problem.layer_residents`, or
-    `residents` for the range, R is given instead of found.
+    the streamed share of a layer (but at least `Problem.ring_least`). Layers with equal numbers
+    share programs; what is left over is less than an expert per layer. With
+    `Problem.layer_residents`, or `held`, q is given instead of found.
 
     A layer computes when its experts are there, and the next layer's arrive meanwhile: the first
-    slab of a pass hides behind nothing, and nothing is left to move beside the last layer.
+    slab of a pass hides behind nothing, and nothing is left to move beside the last layer. Where
+    the experts of a layer come in more slabs than may be ahead, copying pauses before each layer:
+    everything but its streamed experts is computed while no more than ahead + 1 slabs may come, and
+    beside the first and the last slab's computation nothing is left to copy. A time that would grow
+    with the residents counts as at the most of them, so that more memory is never slower. With a
+    peer such pauses are not known.
 
     With a peer, the experts that are streamed come over three paths at once: from host memory over
     the own link, from the peer's memory, and from host memory through the peer. The division makes
     the slowest path as fast as possible, then reads as little host memory as possible.
 
     feasible         whether the range fits.
-    local_ns         max(fill_ns + compute_ns, stream_ns + tail_ns): a pass without hand-off.
-                     fill_ns is the first slab's time, tail_ns that of the last layer if it streams.
+    local_ns         max(fill_ns + compute_ns, stream_ns + pause_ns + tail_ns): a pass without
+                     hand-off. fill_ns is the first slab's time, pause_ns that for which copying
+                     waits for room in the ring, tail_ns that of the last layer if it streams.
     host_experts, peer_experts, relayed    experts moved per pass, by path.
     own_host_bytes, peer_host_bytes        read per pass from the two hosts.
     memory           component -> bytes on the device; peer_memory: on the peer.
@@ -47,15 +60,17 @@ class RangeTable:
         schedule: Schedule,
         device: int,
         peer: int | None,
-        unit: int,
-        residents: int | None = None,
+        ring: Ring,
+        held: int | None = None,
     ) -> None:
         n = len(problem.layers)
         row = problem.devices[device]
         self._more = 0 if peer is None else problem.peer_ring_experts
         begin, end = np.triu_indices(n)
         end = end + 1
-        self.begin, self.end, self.unit = begin, end, unit
+        self.begin, self.end = begin, end
+        self.option = ring
+        self._slots, self._unit, self._ahead = ring.slots, ring.experts, ring.ahead
         self._first = np.cumsum([0, *range(n, 0, -1)])
 
         def total(values: Iterable[int]) -> np.ndarray:
@@ -79,61 +94,57 @@ class RangeTable:
         fixed = np.sum(list(self.memory.values()), axis=0)
         layers = total(int(layer.experts > 0) for layer in problem.layers)
         room = (row.memory_bytes - fixed) // problem.expert_bytes
-        if residents is None and problem.layer_residents is None:
+        held = problem.layer_residents if held is None else held
+        if held is None:
             self._place(problem, layers, room)
-            ring = problem.ring_slots * (max(unit, problem.ring_least) + self._more)
-            least = np.minimum(layers * problem.experts, ring)
+            slab = max(self._unit, problem.ring_least) + self._more
+            least = np.minimum(layers * problem.experts, self._slots * slab)
         else:
-            given = layers * (problem.layer_residents or 0)
-            if residents is not None:
-                given = np.full_like(layers, residents)
-            self._take(problem, layers, room, given)
+            self._hold(problem, layers, np.full_like(layers, min(held, problem.experts)))
+            self.feasible = (room >= 0) & (self.residents + self.ring <= room)
             least = self.residents + self.ring
         self.need = fixed + least * problem.expert_bytes
         self.memory["resident experts"] = self.residents * problem.expert_bytes
         self.memory["ring"] = self.ring * problem.expert_bytes
-        more = self._stream(problem, schedule, layers, device, peer)
-        self.compute_ns = -(-(work + more * schedule.wave_ns) * 1000 // row.speed_permille)
+        parts = self._stream(problem, schedule, layers, device, peer)
+        self.compute_ns = -(-(work + parts * schedule.wave_ns) * 1000 // row.speed_permille)
         last = np.array(schedule.compute_ns, np.int64)[end - 1]
         last += np.where(end == n, schedule.head_ns, 0)
         self.tail_ns = np.where(self.last_streams, -(-last * 1000 // row.speed_permille), 0)
-        self.local_ns = np.maximum(self.fill_ns + self.compute_ns, self.stream_ns + self.tail_ns)
+        self.local_ns = np.maximum(
+            self.fill_ns + self.compute_ns, self.stream_ns + self.pause_ns + self.tail_ns
+        )
 
     def index(self, begin: int, end: int) -> int:
         """Position of the range [begin, end) in the arrays."""
         return int(self._first[begin]) + end - begin - 1
 
     def _place(self, problem: Problem, layers: np.ndarray, room: np.ndarray) -> None:
-        count, slots, unit = problem.experts, problem.ring_slots, self.unit
-        everything = layers * count
-        fits = everything <= room
-        room = np.where(fits, room, room - slots * self._more)
-        # While more than `unit` experts of a layer are streamed, slabs have the full unit.
-        full = np.minimum(room - slots * unit, (count - unit) * layers + np.maximum(layers, 1) - 1)
+        count, least, slots = problem.experts, problem.ring_least, self._slots
+        fits = layers * count <= room
+        room = room - slots * self._more
+        each = np.maximum(layers, 1)
+        # While more than a slab of a layer is streamed, slabs are full.
+        found = np.minimum((room - slots * max(self._unit, least)) // each, count - self._unit)
         # Beyond, slabs shrink as residents grow: q per layer leaves room for q * layers + slots *
         # (count - q). That grows with q only if there are more layers than slots.
         wide = layers > slots
-        q = (room - slots * count) // np.where(wide, layers - slots, 1)
-        shrunk = q * layers + np.minimum(layers - 1, room - q * layers - slots * (count - q))
-        some = np.where(wide & (q > count - unit), shrunk, full)
-        some = np.minimum(some, room - slots * problem.ring_least)
-        self.feasible = (room >= 0) & (fits | (some >= 0))
-        self.residents = np.where(fits, everything, np.maximum(some, 0))
-        self._hold_slabs(problem, layers, fits)
+        shrunk = (room - slots * count) // np.where(wide, layers - slots, 1)
+        shrunk = np.minimum(shrunk, count - least)
+        found = np.where(wide & (shrunk > count - self._unit), shrunk, found)
+        # At last slabs are as small as they may be.
+        small = np.minimum((room - slots * least) // each, count - 1)
+        found = np.where((small >= count - least) | (self._unit <= least), small, found)
+        self.feasible = fits | ((room >= 0) & (found >= 0))
+        self._hold(problem, layers, np.where(fits, count, np.maximum(found, 0)))
 
-    def _take(
-        self, problem: Problem, layers: np.ndarray, room: np.ndarray, residents: np.ndarray
-    ) -> None:
-        """Residents that were decided before."""
-        self.residents = np.minimum(residents, layers * problem.experts)
-        self._hold_slabs(problem, layers, self.residents == layers * problem.experts)
-        self.feasible = (room >= 0) & (self.residents + self.ring <= room)
-
-    def _hold_slabs(self, problem: Problem, layers: np.ndarray, everything: np.ndarray) -> None:
-        share = self.residents // np.maximum(layers, 1)
-        slab = np.minimum(self.unit, problem.experts - share)
-        self.slab = np.where(everything, 0, np.maximum(slab, problem.ring_least))
-        self.ring = problem.ring_slots * np.where(everything, 0, self.slab + self._more)
+    def _hold(self, problem: Problem, layers: np.ndarray, share: np.ndarray) -> None:
+        """Takes `share` residents in every layer."""
+        self.share, self.residents = share, layers * share
+        streams = self.residents < layers * problem.experts
+        slab = np.minimum(self._unit, problem.experts - share)
+        self.slab = np.where(streams, np.maximum(slab, problem.ring_least), 0)
+        self.ring = self._slots * np.where(streams, self.slab + self._more, 0)
 
     def _stream(
         self,
@@ -143,28 +154,22 @@ class RangeTable:
         device: int,
         peer: int | None,
     ) -> np.ndarray:
-        """Sets what moves and how long it takes; returns the slabs beyond one per layer."""
-        count = max(problem.experts, 1)
-        hits = [
-            hit for hit, layer in zip(schedule.distinct, problem.layers, strict=True)
-            if layer.experts
-        ]  # fmt: skip
+        """Sets what moves and how long it takes; returns the parts beyond one per layer."""
+        count, share = max(problem.experts, 1), self.share
+        chosen = [i for i, layer in enumerate(problem.layers) if layer.experts]
         # moved[q, i]: experts of layer i that a pass moves if q of it are resident. All others in
         # whole-layer mode; in routed-set mode the expected share of the hits, for residents chosen
         # without statistics.
-        streamed = np.arange(count, -1, -1, dtype=np.int64)
-        moved = -(-streamed[:, None] * np.array(hits, np.int64)[None] // count)
-        uploads = -(-moved // self.unit)
+        streamed = np.arange(count, -1, -1, dtype=np.int64)[:, None]
+        moved = -(-streamed * np.array(schedule.distinct, np.int64)[chosen] // count)
+        uploads = -(-moved // self._unit)
         before = np.cumsum([0, *(int(layer.experts > 0) for layer in problem.layers)])
         first, last = before[self.begin], before[self.end]
-        share = self.residents // np.maximum(layers, 1)
-        middle = first + self.residents % np.maximum(layers, 1)
 
         def over_layers(table: np.ndarray) -> np.ndarray:
-            sums = np.zeros((count + 1, len(hits) + 1), np.int64)
+            sums = np.zeros((count + 1, len(chosen) + 1), np.int64)
             np.cumsum(table, axis=1, out=sums[:, 1:])
-            more = np.minimum(share + 1, count)
-            return sums[more, middle] - sums[more, first] + sums[share, last] - sums[share, middle]
+            return sums[share, last] - sums[share, first]
 
         experts = over_layers(moved)
         row = problem.devices[device]
@@ -181,17 +186,30 @@ class RangeTable:
             apart = layers * problem.experts - self.residents
             busy_ns = self._divide(problem, experts, apart, own_ns, extra_ns, device, peer)
         self.stream_ns = busy_ns + over_layers(uploads) * problem.upload_overhead_ns
-        # The first layer of the range with experts has one resident more if any layer has.
-        most = np.minimum(share + (middle > first), count)
-        width = max(len(hits), 1)
-        at_first = moved[most, np.minimum(first, width - 1)] if hits else np.zeros_like(experts)
-        begins = np.where(last > first, np.minimum(at_first, self.unit), 0)
+        self.pause_ns = np.zeros_like(experts)
+        more = _never_growing(uploads - 1 + ((uploads > 0) & (streamed < count)))
+        if peer is None and (uploads > self._ahead + 1).any():
+            copied = moved * own_ns + uploads * problem.upload_overhead_ns
+            part_ns = np.array(schedule.expert_ns or schedule.compute_ns, np.int64)[chosen]
+            other_ns = np.array(schedule.compute_ns, np.int64)[chosen] - part_ns
+            held_ns = -(-part_ns * (count - streamed) // count)
+            held_ns += np.where(streamed < count, schedule.wave_ns, 0)
+            slab = -(-moved // np.maximum(uploads, 1))
+            slab_ns = -(-part_ns * slab // count) + schedule.wave_ns
+            alone = -(-(other_ns + held_ns + 2 * slab_ns) * 1000 // row.speed_permille)
+            alone += (moved - (self._ahead + 1) * slab) * own_ns
+            alone += (uploads - 1 - self._ahead) * problem.upload_overhead_ns
+            alone = np.where(uploads > self._ahead + 1, alone, 0)
+            self.pause_ns = over_layers(np.maximum(_never_growing(alone) - copied, 0))
+        width = max(len(chosen), 1)
+        at_first = moved[share, np.minimum(first, width - 1)] if chosen else np.zeros_like(experts)
+        begins = np.where(last > first, np.minimum(at_first, self._unit), 0)
         self.fill_ns = begins * own_ns
         if peer is not None:
             together = -(-begins * busy_ns // np.maximum(experts, 1))
             self.fill_ns = np.minimum(self.fill_ns, together)
         self.fill_ns += (begins > 0) * problem.upload_overhead_ns
-        at_last = moved[share, np.maximum(last - 1, 0)] if hits else np.zeros_like(experts)
+        at_last = moved[share, np.maximum(last - 1, 0)] if chosen else np.zeros_like(experts)
         has_experts = np.array([layer.experts > 0 for layer in problem.layers])
         self.last_streams = (last > first) & has_experts[self.end - 1] & (at_last > 0)
         self.host_experts = experts - self.peer_experts - self.relayed
@@ -204,7 +222,7 @@ class RangeTable:
             "peer experts": self.peer_residents * problem.expert_bytes,
             "relay ring": np.where(self.relayed > 0, self.ring, 0) * problem.expert_bytes,
         }
-        return over_layers(np.maximum(uploads - 1, 0))
+        return over_layers(np.maximum(more, 0))
 
     def _divide(
         self,
@@ -246,3 +264,8 @@ class RangeTable:
         share = -(-self.peer_experts * apart // np.maximum(experts, 1))
         self.peer_residents = np.minimum(share, held)
         return best
+
+
+def _never_growing(table: np.ndarray) -> np.ndarray:
+    """Every value [q, i] as large as those of more residents at least."""
+    return np.maximum.accumulate(table[::-1])[::-1]

@@ -2,7 +2,7 @@
 
 `Space` numbers the sets of devices: devices that can be swapped without changing any row form one
 type, and a set is a count per type. `Search` holds the stage times of one schedule and finds its
-best plans. A path is a tuple of steps (end, owner type, peer type or -1, -ring unit); tuples
+best plans. A path is a tuple of steps (end, owner type, peer type or -1, ring); tuples
 compare in the order in which ties are broken.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sharding.cost import PlanError, Problem, Schedule, transfer_ns
-from sharding.residency import RangeTable, ring_units
+from sharding.residency import RangeTable, rank, ring_options
 
 INFINITE = 1 << 60  # two of them still fit in 64 bits
 MAX_STATES = 1 << 14  # sets of devices: 14 devices of which no two are alike
@@ -131,7 +131,7 @@ class _Kind:
         rivals: list[RangeTable],
         missing: bool,
     ) -> None:
-        """The best of `tables`, one per ring unit, where none of `rivals` beats them."""
+        """The best of `tables`, one per ring, where none of `rivals` beats them."""
         self.owner, self.peer = owner, peer
         uses = [owner] if peer < 0 else [owner, peer]
         self.offset = sum(space.strides[i] for i in uses)
@@ -143,7 +143,7 @@ class _Kind:
             self.may_end = np.arange(space.states) == owner + 1
         size = len(problem.layers) + 1
         memory = problem.devices[space.types[owner][0]].memory_bytes
-        # Of several ring units the fastest, then the fewest bytes, then the largest unit.
+        # Of several rings the fastest, then the fewest bytes, then the first.
         ranks = [
             (
                 np.maximum(table.need - memory, 0)
@@ -185,11 +185,12 @@ class _Kind:
         ]
         if len(self.limited) > 1:
             self.limited.append(np.sum(self.limited, axis=0))
-        self.unit = grid(np.full_like(chosen, table.unit) for table in tables)
+        options = ring_options(problem)
+        self.ring = grid(np.full_like(chosen, options.index(table.option)) for table in tables)
 
     def step(self, begin: int, end: int) -> Step:
         """Entry of a path for the stage [begin, end)."""
-        return end, self.owner, self.peer, -int(self.unit[begin, end])
+        return end, self.owner, self.peer, int(self.ring[begin, end])
 
     def limited_at(self, begin: int, end: int) -> tuple[int, ...]:
         """Bytes per pass that the stage reads from each limited host."""
@@ -199,14 +200,14 @@ class _Kind:
 def _beaten(table: RangeTable, rivals: list[RangeTable]) -> np.ndarray:
     """Where a range does not fit, or a rival is at least as good in time and bytes of each host.
 
-    Of equal ones the larger ring unit stays.
+    Of equal ones the first ring stays.
     """
     beaten = ~table.feasible
     for rival in rivals:
-        if rival.unit == table.unit:
+        if rival.option == table.option:
             continue
         no_worse = rival.feasible.copy()
-        better = np.zeros_like(no_worse) | (rival.unit > table.unit)
+        better = np.zeros_like(no_worse) | (rank(rival.option) < rank(table.option))
         for name in ("local_ns", "own_host_bytes", "peer_host_bytes"):
             no_worse &= getattr(rival, name) <= getattr(table, name)
             better |= getattr(rival, name) < getattr(table, name)
@@ -226,8 +227,8 @@ def _make_kinds(
             peers += [(peer, j) for i, j in pairs if i == members[0] and j in others][:1]
         for peer, device in peers:
             tables = [
-                RangeTable(problem, schedule, members[0], device, unit)
-                for unit in ring_units(problem)
+                RangeTable(problem, schedule, members[0], device, ring)
+                for ring in ring_options(problem)
             ]
             # Where a host's link is limited, fewer bytes may be worth a slower stage.
             if limited and not missing:

@@ -14,7 +14,8 @@ and a run of m passes over the stages takes
 `plan_stages` minimises it over every schedule (order and S), every choice and order of devices,
 every boundary, and the residency of each stage. A device that would only slow the run down is left
 out: no stage is ever empty. Ties are broken by a total order: objective, streamed bytes, sum of t,
-position of the schedule, then stage by stage its end, device, peer, and the larger ring unit.
+position of the schedule, then stage by stage its end, device, peer, and ring (the largest
+slabs first, then the fewest).
 
 How it stays exact and fast: for a bound L on the slowest stage, the smallest possible sum is a
 shortest path over (devices used, boundary), one vectorised sweep. The objective is the minimum of
@@ -27,8 +28,8 @@ without changing any row count as one type.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from sharding.cost import PlanError, Problem, Schedule, transfer_ns
-from sharding.residency import RangeTable, ring_units
+from sharding.cost import PlanError, Problem, Ring, Schedule, transfer_ns
+from sharding.residency import RangeTable, ring_options
 from sharding.search import Found, Search, Space, device_types, handoff_ns
 
 KEEP = 8  # tied plans that a plan lists
@@ -49,18 +50,21 @@ class StageRange:
 class StagePlan:
     """One stage as planned. Experts per pass are expected values in routed-set mode.
 
-    residents        experts kept on the device, spread evenly over the layers of the stage: each
-                     has residents // layers, the first residents % layers one more.
-    slab_experts     experts per slab of the ring; 0 if everything is resident.
+    residents        experts kept on the device, layer_residents of each layer that has any.
+    ring             slabs that the others pass through.
+    slab_experts     experts per slab of it; 0 if everything is resident.
     peer_residents   experts kept in the memory of the peer.
     host_experts, peer_experts, relayed_experts   moved per pass: over the own host link, from the
                      peer's memory, from host memory through the peer.
-    fill_ns, tail_ns of a pass: upload before the first layer, computation after the last upload.
+    fill_ns, pause_ns, tail_ns of a pass: upload before the first layer, pauses of copying while the
+                     ring is full, computation after the last upload.
     memory           (component, bytes) on the device; peer_memory: on the peer.
     """
 
     range: StageRange
     residents: int
+    layer_residents: int
+    ring: Ring
     slab_experts: int
     peer_residents: int
     host_experts: int
@@ -69,6 +73,7 @@ class StagePlan:
     compute_ns: int
     stream_ns: int
     fill_ns: int
+    pause_ns: int
     tail_ns: int
     handoff_ns: int
     memory: tuple[tuple[str, int], ...]
@@ -77,8 +82,17 @@ class StagePlan:
     @property
     def time_ns(self) -> int:
         """Time of one pass through the stage."""
-        busy = max(self.fill_ns + self.compute_ns, self.stream_ns + self.tail_ns)
-        return busy + self.handoff_ns
+        return max(self.computing_ns, self.uploading_ns) + self.handoff_ns
+
+    @property
+    def computing_ns(self) -> int:
+        """Time of one pass if uploads after the first one took none."""
+        return self.fill_ns + self.compute_ns
+
+    @property
+    def uploading_ns(self) -> int:
+        """Time of one pass if the slabs are what is waited for."""
+        return self.stream_ns + self.pause_ns + self.tail_ns
 
     @property
     def memory_bytes(self) -> int:
@@ -143,8 +157,7 @@ class Plan:
             return "shared host link"
         at = max(range(len(self.stages)), key=lambda i: (self.stages[i].time_ns, -i))
         stage = self.stages[at]
-        computes = stage.fill_ns + stage.compute_ns >= stage.stream_ns + stage.tail_ns
-        what = "compute" if computes else "expert upload"
+        what = "compute" if stage.computing_ns >= stage.uploading_ns else "expert upload"
         return f"{what} of stage {at} on {self.problem.devices[stage.range.device].name}"
 
     def __str__(self) -> str:
@@ -182,10 +195,10 @@ def price_split(problem: Problem, schedule: Schedule, stages: Sequence[StageRang
     a peer that is none, or do not fit in memory.
     """
     _check_ranges(problem, stages)
-    units = [
-        _fastest_unit(problem, schedule, stage, f"stage {i}") for i, stage in enumerate(stages)
+    rings = [
+        _fastest_ring(problem, schedule, stage, f"stage {i}") for i, stage in enumerate(stages)
     ]
-    return _assemble(problem, schedule, stages, units)
+    return _assemble(problem, schedule, stages, rings)
 
 
 def price_stages(problem: Problem, stages: Sequence[StageRange]) -> Plan:
@@ -246,8 +259,8 @@ def price_plan(problem: Problem, schedule: Schedule, plan: Plan) -> Plan:
         problem,
         schedule,
         [stage.range for stage in plan.stages],
-        [max(stage.slab_experts, 1) for stage in plan.stages],
-        [stage.residents for stage in plan.stages],
+        [stage.ring for stage in plan.stages],
+        [stage.layer_residents for stage in plan.stages],
     )
 
 
@@ -281,7 +294,7 @@ def _solve(problem: Problem, keep: int) -> Plan | None:
         problem,
         problem.schedules[chosen],
         ties[0].stages,
-        [-unit for _, _, _, unit in first.path],
+        [ring_options(problem)[ring] for _, _, _, ring in first.path],
     )
     assert plan.objective_ns == first.objective_ns, (plan.objective_ns, first)
     return dataclasses.replace(
@@ -304,15 +317,15 @@ def _assemble(
     problem: Problem,
     schedule: Schedule,
     stages: Sequence[StageRange],
-    units: Sequence[int],
+    rings: Sequence[Ring],
     residents: Sequence[int | None] | None = None,
 ) -> Plan:
-    """Prices stages whose ring units, and perhaps residents, are known."""
+    """Prices stages whose rings, and perhaps residents of a layer, are known."""
     rows = []
     per_host = [0] * len(problem.hosts)
     given = residents or [None] * len(stages)
-    for i, (stage, unit, held) in enumerate(zip(stages, units, given, strict=True)):
-        table = RangeTable(problem, schedule, stage.device, stage.peer, unit, held)
+    for i, (stage, ring, held) in enumerate(zip(stages, rings, given, strict=True)):
+        table = RangeTable(problem, schedule, stage.device, stage.peer, ring, held)
         at = table.index(stage.begin, stage.end)
         per_host[problem.devices[stage.device].host] += int(table.own_host_bytes[at])
         if stage.peer is not None:
@@ -322,6 +335,8 @@ def _assemble(
             StagePlan(
                 range=stage,
                 residents=int(table.residents[at]),
+                layer_residents=int(table.share[at]),
+                ring=ring,
                 slab_experts=int(table.slab[at]),
                 peer_residents=int(table.peer_residents[at]),
                 host_experts=int(table.host_experts[at]),
@@ -330,6 +345,7 @@ def _assemble(
                 compute_ns=int(table.compute_ns[at]),
                 stream_ns=int(table.stream_ns[at]),
                 fill_ns=int(table.fill_ns[at]),
+                pause_ns=int(table.pause_ns[at]),
                 tail_ns=int(table.tail_ns[at]),
                 handoff_ns=0
                 if before is None
@@ -385,23 +401,23 @@ def _check_ranges(problem: Problem, stages: Sequence[StageRange]) -> None:
             )
 
 
-def _fastest_unit(problem: Problem, schedule: Schedule, stage: StageRange, name: str) -> int:
-    """The ring unit of the fastest residency of a stage, then of the fewest bytes."""
+def _fastest_ring(problem: Problem, schedule: Schedule, stage: StageRange, name: str) -> Ring:
+    """The ring of the fastest residency of a stage, then of the fewest bytes."""
     choices, needs = [], []
-    for unit in ring_units(problem):
-        table = RangeTable(problem, schedule, stage.device, stage.peer, unit)
+    for number, ring in enumerate(ring_options(problem)):
+        table = RangeTable(problem, schedule, stage.device, stage.peer, ring)
         at = table.index(stage.begin, stage.end)
         needs.append(int(table.need[at]))
         if table.feasible[at]:
-            choices.append((int(table.local_ns[at]), int(table.host_bytes[at]), -unit))
+            choices.append((int(table.local_ns[at]), int(table.host_bytes[at]), number))
     if not choices:
         device = problem.devices[stage.device]
         raise PlanError(
             f"{name} (layers {stage.begin}..{stage.end - 1}) needs at least {min(needs)} bytes on "
             f"{device.name}, {device.memory_bytes} are usable: {min(needs) - device.memory_bytes} "
-            "bytes are missing; give it fewer layers, or take a smaller micro-batch or ring unit"
+            "bytes are missing; give it fewer layers, or take a smaller micro-batch or ring"
         )
-    return -min(choices)[2]
+    return ring_options(problem)[min(choices)[2]]
 
 
 def _refusal(problem: Problem, fitting: Mapping[str, int]) -> str:
@@ -418,7 +434,8 @@ def _refusal(problem: Problem, fitting: Mapping[str, int]) -> str:
     ]
     for stage, step in zip(_alternative(space, schedule, plan).stages, plan.path, strict=True):
         device = problem.devices[stage.device]
-        table = RangeTable(problem, schedule, stage.device, None, -step[3])
+        ring = ring_options(problem)[step[3]]
+        table = RangeTable(problem, schedule, stage.device, None, ring)
         need = int(table.need[table.index(stage.begin, stage.end)])
         if need > device.memory_bytes:
             lines.append(
@@ -460,11 +477,12 @@ def _report(plan: Plan) -> list[str]:
     for i, stage in enumerate(plan.stages):
         lines.append(
             f"  stage {i}: {_seconds(stage.time_ns)} per pass = max(compute "
-            f"{_seconds(stage.fill_ns + stage.compute_ns)}, upload "
-            f"{_seconds(stage.stream_ns + stage.tail_ns)}) + hand-off "
+            f"{_seconds(stage.computing_ns)}, upload {_seconds(stage.uploading_ns)}, of which "
+            f"{_seconds(stage.pause_ns)} waits for room) + hand-off "
             f"{_seconds(stage.handoff_ns)}; {stage.residents} experts resident, per pass "
             f"{stage.host_experts} from the host, {stage.peer_experts} from the peer, "
-            f"{stage.relayed_experts} through the peer; slabs of {stage.slab_experts}"
+            f"{stage.relayed_experts} through the peer; {stage.ring.slots} "
+            f"slabs of {stage.slab_experts}"
         )
     if plan.unused_devices:
         names = ", ".join(problem.devices[i].name for i in plan.unused_devices)

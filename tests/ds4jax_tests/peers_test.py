@@ -324,7 +324,7 @@ RING = 3 * (2 + 6)  # experts of the smallest ring, which the neighbour needs be
     ("link", "room", "chosen", "tiers"),
     [
         # Nine of ten experts come over a link that is nine times as fast as the host's.
-        (9e8, None, "memory", {"peer": HALF * 9 // 10, "ram": HALF // 10}),
+        (9e7, None, "memory", {"peer": HALF * 9 // 10, "ram": HALF // 10}),
         # Half come through a neighbour that holds nothing, whose link is as fast as its own.
         (1e10, RING, "relay", {"relay": HALF // 2, "ram": HALF // 2}),
         (1e10, RING + 10, "memory and relay", {"peer": 10, "relay": 15, "ram": 15}),
@@ -336,7 +336,7 @@ def test_the_plan_takes_the_neighbour_that_pays(
     mode, link, room, chosen, tiers, reference, tmp_path
 ):
     memory = {} if room is None else dict.fromkeys(range(1, 8), room * ITEM)
-    path = machine_file(tmp_path, 1e8, link, memory)
+    path = machine_file(tmp_path, 1e7, link, memory)
     with load(machine__file=path, streaming__mode=mode, **_keys(STREAMED)) as engine:
         found, plan = engine.run_plan, engine.plan.experts
         times = dict(found.neighbours)

@@ -19,6 +19,7 @@ from sharding.cost import (
     PeerLink,
     PlanError,
     Problem,
+    Ring,
     Schedule,
     make_schedules,
     uniform_links,
@@ -40,8 +41,8 @@ def ns(nbytes, rate):
 # Brute force
 
 
-def residency_by_scan(problem, schedule, stage, unit):
-    """The largest number of residents, found by trying all; None if not even 0 fits."""
+def residency_by_scan(problem, schedule, stage, ring):
+    """The most residents of a layer, found by trying all; None if not even 0 fit."""
     more = problem.peer_ring_experts if stage.peer is not None else 0
     device = problem.devices[stage.device]
     layers = range(stage.begin, stage.end)
@@ -56,42 +57,47 @@ def residency_by_scan(problem, schedule, stage, unit):
     room = (device.memory_bytes - fixed) // problem.expert_bytes
     with_experts = [i for i in layers if problem.layers[i].experts]
     everything = sum(problem.layers[i].experts for i in with_experts)
-    if problem.layer_residents is not None:
-        residents = len(with_experts) * problem.layer_residents
-        streamed = problem.experts - problem.layer_residents if with_experts else 0
-        slab = max(min(unit, streamed), problem.ring_least) if streamed else 0
-        ring = problem.ring_slots * (slab + more) if streamed else 0
-        return (residents, slab, with_experts) if residents + ring <= room else None
-    if everything <= room:
-        return everything, 0, with_experts
-    for residents in range(everything - 1, -1, -1):
-        slab = min(unit, problem.experts - residents // len(with_experts))
-        slab = max(slab, problem.ring_least)
-        if residents + problem.ring_slots * (slab + more) <= room:
-            return residents, slab, with_experts
+    if everything <= room and problem.layer_residents is None:
+        return problem.experts, 0, with_experts
+    shares = [problem.layer_residents]
+    if problem.layer_residents is None:
+        shares = range(problem.experts - 1, -1, -1)
+    for share in shares:
+        streams = with_experts and share < problem.experts
+        slab = max(min(ring.experts, problem.experts - share), problem.ring_least) if streams else 0
+        buffer = ring.slots * (slab + more) if streams else 0
+        if len(with_experts) * share + buffer <= room:
+            return share, slab, with_experts
     return None
 
 
-def stage_by_scan(problem, schedule, stage, unit):
+def stage_by_scan(problem, schedule, stage, ring):
     """(time without hand-off, bytes from the own host, bytes from the peer's host), or None."""
-    found = residency_by_scan(problem, schedule, stage, unit)
+    found = residency_by_scan(problem, schedule, stage, ring)
     if found is None:
         return None
-    residents, slab, with_experts = found
+    share, slab, with_experts = found
+    residents = share * len(with_experts)
     device = problem.devices[stage.device]
     work = sum(schedule.compute_ns[stage.begin : stage.end])
-    share, more = divmod(residents, max(len(with_experts), 1))
-    counts = {
-        i: ceil_div(
-            (problem.experts - share - (1 if at < more else 0)) * schedule.distinct[i],
-            problem.experts,
-        )
-        for at, i in enumerate(with_experts)
-    }
+
+    def counted(i, share):
+        """(experts moved, slabs) of a layer."""
+        moved = ceil_div((problem.experts - share) * schedule.distinct[i], problem.experts)
+        return moved, ceil_div(moved, ring.experts)
+
+    def parts(i, share):
+        """Parts of a layer's experts beyond the first."""
+        waves = counted(i, share)[1]
+        return waves - 1 + (share > 0 and waves > 0)
+
+    counts = {i: counted(i, share)[0] for i in with_experts}
     moved = sum(counts.values())
-    waves = [ceil_div(count, unit) for count in counts.values()]
-    uploads = sum(waves)
-    work += schedule.wave_ns * sum(max(count - 1, 0) for count in waves)
+    uploads = sum(counted(i, share)[1] for i in with_experts)
+    # More residents never cost more.
+    every = range(share, problem.experts + 1)
+    more = [max(0, *(parts(i, q) for q in every)) for i in with_experts]
+    work += schedule.wave_ns * sum(more)
     work += schedule.embed_ns if stage.begin == 0 else 0
     work += schedule.head_ns if stage.end == len(problem.layers) else 0
     compute = ceil_div(work * 1000, device.speed_permille)
@@ -104,8 +110,8 @@ def stage_by_scan(problem, schedule, stage, unit):
         peer = problem.devices[stage.peer]
         link = {(p.owner, p.peer): p for p in problem.peers}[stage.device, stage.peer]
         rate, apart = link.bytes_per_s, len(with_experts) * problem.experts - residents
-        ring = problem.ring_slots * (slab + problem.peer_ring_experts if slab else 0)
-        room = peer.memory_bytes // problem.expert_bytes - ring
+        buffer = ring.slots * (slab + problem.peer_ring_experts if slab else 0)
+        room = peer.memory_bytes // problem.expert_bytes - buffer
         relays, room = link.relays and room >= 0, max(room, 0) if link.holds else 0
         kept = moved * min(room, apart) // apart if apart else 0
         choices = [
@@ -124,7 +130,7 @@ def stage_by_scan(problem, schedule, stage, unit):
     stream, from_hosts, relayed = min(choices)
     stream += uploads * problem.upload_overhead_ns
     # Ahead of the first layer nothing computes, beside the last one nothing moves.
-    begins = min(counts[with_experts[0]], unit) if with_experts else 0
+    begins = min(counts[with_experts[0]], ring.experts) if with_experts else 0
     fill = begins * own
     if begins and stage.peer is not None:
         fill = min(fill, ceil_div(begins * min(choices)[0], moved))
@@ -134,6 +140,28 @@ def stage_by_scan(problem, schedule, stage, unit):
         last = schedule.compute_ns[stage.end - 1]
         last += schedule.head_ns if stage.end == len(problem.layers) else 0
         tail = ceil_div(last * 1000, device.speed_permille)
+    if stage.peer is None:
+        for i in with_experts:
+
+            def copied(q, i=i):
+                count, slabs = counted(i, q)
+                return count * own + slabs * problem.upload_overhead_ns
+
+            def alone(q, i=i):
+                """The layer's time if no slab comes while the ring is full."""
+                count, slabs = counted(i, q)
+                if slabs <= ring.ahead + 1:
+                    return 0
+                experts = (schedule.expert_ns or schedule.compute_ns)[i]
+                size = ceil_div(count, slabs)
+                one = ceil_div(experts * size, problem.experts) + schedule.wave_ns
+                busy = schedule.compute_ns[i] - experts + 2 * one
+                busy += ceil_div(experts * q, problem.experts) + (schedule.wave_ns if q else 0)
+                rest = (count - (ring.ahead + 1) * size) * own
+                rest += (slabs - 1 - ring.ahead) * problem.upload_overhead_ns
+                return ceil_div(busy * 1000, device.speed_permille) + rest
+
+            stream += max(0, max(map(alone, every)) - copied(share))
     own_bytes = (from_hosts - relayed) * problem.expert_bytes + extra_bytes
     return max(fill + compute, stream + tail), own_bytes, relayed * problem.expert_bytes
 
@@ -163,11 +191,11 @@ def all_splits(problem):
 
 
 def beats(a, b):
-    """Whether unit a is no worse in time and bytes of each host; of equal ones the larger."""
+    """Whether ring a is no worse in time and bytes of each host; of equal ones the first."""
     return (
         a != b
         and all(x <= y for x, y in zip(a[:3], b[:3], strict=True))
-        and (a[:3] != b[:3] or a[3] > b[3])
+        and (a[:3] != b[:3] or a[3] < b[3])
     )
 
 
@@ -182,19 +210,21 @@ def brute_force(problem):
     """All plans as (key, stages), keys as in the documented order; one per choice of types."""
     kind = kinds(problem)
     limited = any(host.bytes_per_s for host in problem.hosts)
-    units = sorted({min(u, max(problem.experts, 1)) for u in problem.ring_units}, reverse=True)
+    cap = max(problem.experts, 1)
+    rings = {dataclasses.replace(ring, experts=min(ring.experts, cap)) for ring in problem.rings}
+    rings = sorted(rings, key=lambda ring: (-ring.experts, ring.slots, ring.ahead))
     plans = {}
     for at, schedule in enumerate(problem.schedules):
         for stages in all_splits(problem):
             options = []
             for stage in stages:
                 priced = [
-                    (*found, unit)
-                    for unit in units
-                    if (found := stage_by_scan(problem, schedule, stage, unit)) is not None
+                    (*found, number)
+                    for number, ring in enumerate(rings)
+                    if (found := stage_by_scan(problem, schedule, stage, ring)) is not None
                 ]
                 if not limited and priced:
-                    priced = [min(priced, key=lambda row: (row[0], row[1] + row[2], -row[3]))]
+                    priced = [min(priced, key=lambda row: (row[0], row[1] + row[2], row[3]))]
                 priced = [row for row in priced if not any(beats(other, row) for other in priced)]
                 options.append(priced)
             for choice in itertools.product(*options):
@@ -215,8 +245,8 @@ def brute_force(problem):
                     if host.bytes_per_s:
                         objective = max(objective, ns(passes * nbytes, host.bytes_per_s))
                 path = tuple(
-                    (s.end, kind[s.device], -1 if s.peer is None else kind[s.peer], -unit)
-                    for s, (_, _, _, unit) in zip(stages, choice, strict=True)
+                    (s.end, kind[s.device], -1 if s.peer is None else kind[s.peer], ring)
+                    for s, (_, _, _, ring) in zip(stages, choice, strict=True)
                 )
                 key = (objective, passes * sum(per_host), sum(times), at, path)
                 # Plans of the same types must cost the same: this checks the types as well.
@@ -252,7 +282,8 @@ def random_problem(seed, *, limited=None, peers=None):
             order="chunk_major" if i == 0 else "layer_major",
             micro_batch_tokens=4 << i,
             passes=max(1, 4 >> i),
-            compute_ns=tuple(spread(10, 20) << i for _ in rows),
+            compute_ns=(compute := tuple(spread(10, 20) << i for _ in rows)),
+            expert_ns=tuple(rng.randint(0, ns) for ns in compute) if rng.random() < 0.5 else (),
             distinct=tuple(
                 row.experts if rng.random() < 0.7 else rng.randint(0, row.experts) for row in rows
             ),
@@ -290,9 +321,11 @@ def random_problem(seed, *, limited=None, peers=None):
         expert_bytes=rng.randint(1, 3),
         link_bytes_per_s=links,
         link_latency_ns=rng.choice([0, 3]),
-        ring_slots=rng.randint(1, 3),
         ring_least=rng.choice([1, 1, 2]),
-        ring_units=rng.choice([(WHOLE_LAYER,), (WHOLE_LAYER, 1), (2,), (3, 2, 1)]),
+        rings=tuple(
+            Ring(unit, rng.randint(1, 3), rng.randint(0, 3))
+            for unit in rng.choice([(WHOLE_LAYER,), (WHOLE_LAYER, 1), (2,), (1, 1), (3, 2, 1)])
+        ),
         upload_overhead_ns=rng.choice([0, 1, 4]),
         layer_residents=None
         if rng.random() < 0.8
@@ -405,7 +438,7 @@ def flash_problem(devices, *, hosts=NO_LIMIT, peers=(), prompt_tokens=131_072):
         ),
         expert_bytes=13_369_344,
         link_bytes_per_s=uniform_links(len(devices), 50 * GIGA),
-        ring_units=(WHOLE_LAYER, 128, 64, 32),
+        rings=(Ring(), *(Ring(unit, 3, 1) for unit in (128, 64, 32)), Ring(32, 8, 6)),
         upload_overhead_ns=200_000,
         embed_bytes=GIGA,
         head_bytes=GIGA,
@@ -534,21 +567,21 @@ class PlanTest(parameterized.TestCase):
         self.assertEqual(plan.schedule.order, "layer_major")
         self.assertGreater(plan.streamed_bytes, 0)
 
-    def test_one_expert_less_resident_costs_its_bytes_in_every_pass(self):
+    def test_an_expert_a_layer_less_resident_costs_its_bytes_in_every_pass(self):
         problem = flash_problem([card(48)])
         schedule = problem.schedules[2]
         whole = [StageRange(0, 0, 43)]
         before = price_split(problem, schedule, whole)
-        # Exactly 5 experts less, at the ring unit of 32 that this card takes.
         less = dataclasses.replace(
             problem,
             devices=(dataclasses.replace(problem.devices[0],
-                                         memory_bytes=48 * GIGA - 5 * 13_369_344),),
+                                         memory_bytes=48 * GIGA - 43 * 13_369_344),),
         )  # fmt: skip
         after = price_split(less, schedule, whole)
-        self.assertEqual(after.stages[0].residents, before.stages[0].residents - 5)
+        self.assertEqual(before.stages[0].residents, 43 * before.stages[0].layer_residents)
+        self.assertEqual(after.stages[0].residents, before.stages[0].residents - 43)
         self.assertEqual(
-            after.streamed_bytes - before.streamed_bytes, 5 * 13_369_344 * schedule.passes
+            after.streamed_bytes - before.streamed_bytes, 43 * 13_369_344 * schedule.passes
         )
 
     def test_idle_neighbour_serves_as_expert_tier_if_that_pays(self):
