@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import zlib
 from unittest import mock
 
@@ -176,29 +177,42 @@ class PlacesTest(parameterized.TestCase):
     @parameterized.product(tokens=(1, 40, 300), tile=(32, 64))
     def test_every_row_has_a_place_in_one_tile(self, tokens, tile):
         rng = np.random.default_rng(tokens + tile)
-        ids = jnp.asarray(rng.integers(-1, 7, (tokens, 3)), jnp.int32)
+        ids = rng.integers(-1, 7, (tokens, 3)).astype("i4")
         where = np.array([4, -1, 0, 1, 5, 2, 3], "i4")
-        order = ordering.order_rows(ids, jnp.asarray(where), 6)
         for first, experts in ((0, 6), (2, 3)):
-            places = jax.jit(sm90.place_rows, static_argnums=(1, 2, 3))(order, first, experts, tile)
-            flat = np.asarray(ids).reshape(-1)
-            owner = np.where(flat >= 0, where[np.maximum(flat, 0)], -1)
-            served = (owner >= first) & (owner < first + experts)
-            position, source = np.asarray(places.position), np.asarray(places.source)
-            np.testing.assert_array_equal(position >= 0, served)
-            np.testing.assert_array_equal(source[position[served]], np.flatnonzero(served))
-            expert, start, count, used = (np.asarray(part) for part in places.tiles)
-            found = {}
-            for index in range(int(used[0])):
-                self.assertBetween(count[index], 1, tile)
-                self.assertEqual(start[index] % sm90_kernel.ROW_GRAIN, 0)
-                self.assertLessEqual(start[index] + tile, source.size)
-                for place in range(start[index], start[index] + count[index]):
-                    self.assertNotIn(place, found)
-                    found[place] = expert[index] + first
-            wanted = {int(position[row]): int(owner[row]) for row in np.flatnonzero(served)}
-            self.assertEqual(found, wanted)
-            self.assertGreaterEqual(int(places.used[0]), max(found, default=-1) + 1)
+            self.check(ids, where, first, experts, tile)
+
+    def test_all_patterns_of_empty_experts(self):
+        for pattern in itertools.product((0, 7, 40), repeat=3):
+            ids = np.full((40, 3), -1, "i4")
+            for expert, rows in enumerate(pattern):
+                ids[40 - rows :, expert] = expert
+            self.check(ids, np.arange(3, dtype="i4"), 0, 3, 32)
+
+    def check(self, ids, where, first, experts, tile):
+        total = int(np.sum(where >= 0))
+        order = ordering.order_rows(jnp.asarray(ids), jnp.asarray(where), total)
+        places = jax.jit(sm90.place_rows, static_argnums=(1, 2, 3))(order, first, experts, tile)
+        flat = ids.reshape(-1)
+        owner = np.where(flat >= 0, where[np.maximum(flat, 0)], -1)
+        served = (owner >= first) & (owner < first + experts)
+        position, source = np.asarray(places.position), np.asarray(places.source)
+        np.testing.assert_array_equal(position >= 0, served)
+        wanted_source = np.full(source.size, flat.size)
+        wanted_source[position[served]] = np.flatnonzero(served)
+        np.testing.assert_array_equal(source, wanted_source)
+        expert, start, count, used = (np.asarray(part) for part in places.tiles)
+        found = {}
+        for index in range(int(used[0])):
+            self.assertBetween(count[index], 1, tile)
+            self.assertEqual(start[index] % sm90_kernel.ROW_GRAIN, 0)
+            self.assertLessEqual(start[index] + tile, source.size)
+            for place in range(start[index], start[index] + count[index]):
+                self.assertNotIn(place, found)
+                found[place] = expert[index] + first
+        wanted = {int(position[row]): int(owner[row]) for row in np.flatnonzero(served)}
+        self.assertEqual(found, wanted)
+        self.assertBetween(int(places.used[0]), max(found, default=-1) + 1, source.size - tile)
 
 
 class InterpretedTest(parameterized.TestCase):
@@ -261,9 +275,10 @@ class InterpretedTest(parameterized.TestCase):
             piece = jax.tree.map(lambda array, rows=experts: array[rows], case.slab)
             slots = run(case, "sm90", slabs=(piece,), where=where, slots=slots, **options)
         np.testing.assert_array_equal(slots.view("u2"), whole.view("u2"))
-        fewer = dataclasses.replace(case, x=case.x[3:], ids=case.ids[3:], weights=case.weights[3:])
-        got = run(fewer, "sm90", **options)
-        np.testing.assert_array_equal(got.view("u2"), whole[3:].view("u2"))
+        rows = [4, 0, 3]
+        some = {name: getattr(case, name)[rows] for name in ("x", "ids", "weights")}
+        got = run(dataclasses.replace(case, **some), "sm90", **options)
+        np.testing.assert_array_equal(got.view("u2"), whole[rows].view("u2"))
 
     @pytest.mark.slow
     def test_no_races(self):
