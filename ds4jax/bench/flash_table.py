@@ -67,7 +67,7 @@ STEPS = (
     Step(
         "short",
         "",
-        160.0,
+        140.0,
         (
             "--prompt_tokens=512,8192",
             "--then=streaming.mode=routed:512",
@@ -75,17 +75,17 @@ STEPS = (
             "--trace=8192",
         ),
     ),
-    Step("full", "", 140.0, ("--prompt_tokens=8192,32768,131072", "--repeats=1,3,2")),
+    Step("full", "", 125.0, ("--prompt_tokens=8192,32768,131072", "--repeats=1,3,2")),
     Step(
-        "96gb", "_96gb", 120.0, ("--prompt_tokens=8192,131072", "--repeats=1,2", "--profile_first")
+        "96gb", "_96gb", 105.0, ("--prompt_tokens=8192,131072", "--repeats=1,2", "--profile_first")
     ),
-    Step("24gb", "_24gb", 115.0, ("--prompt_tokens=8192,32768", "--repeats=1,3")),
-    Step("beside", "", 75.0, ("--prompt_tokens=2048,8192", "--time_limit=50")),
-    Step("48gb", "_48gb", 85.0, ("--prompt_tokens=8192", "--repeats=2")),
+    Step("24gb", "_24gb", 90.0, ("--prompt_tokens=8192,32768", "--repeats=1,3")),
+    Step("beside", "", 60.0, ("--prompt_tokens=2048,8192", "--time_limit=50")),
+    Step("48gb", "_48gb", 70.0, ("--prompt_tokens=8192", "--repeats=2")),
     Step(
         "zipf",
         "",
-        75.0,
+        65.0,
         (
             "--config.synthetic.routing=zipf",
             "--prompt_tokens=512,8192",
