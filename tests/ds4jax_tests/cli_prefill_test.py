@@ -141,7 +141,10 @@ def test_profile_of_a_run_chooses_the_residents_of_the_next(checkpoint, tokens, 
     assert run(checkpoint, tmp_path / "second", f"--tokens={tokens}", *routed, profile) == 0
     first, second = record(tmp_path / "first"), record(tmp_path / "second")
     assert second["outputs"] == first["outputs"]
-    assert sum(second["streaming"]["moved_bytes"].values()) <= 40 * (
+    moved = second["streaming"]
+    assert moved["predicted_bytes"] == moved["moved_bytes"]
+    assert moved["known_before_bytes"] < sum(moved["predicted_bytes"].values())
+    assert sum(moved["moved_bytes"].values()) <= 40 * (
         second["plan"][0]["price"]["resident_bytes"] // 40
     )
 
