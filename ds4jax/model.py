@@ -23,7 +23,7 @@ from ds4jax.hyper import HyperConnection, HyperHead, abstract_connection, abstra
 from ds4jax.layers import RMSNorm, wide_product
 from ds4jax.moe import MoE, Routing, abstract_moe
 from ds4jax.quant import abstract_array
-from pallas_kernels import routed_experts
+from pallas_kernels import indexer, routed_experts
 
 
 @nnx.dataclass
@@ -58,12 +58,15 @@ class Block(nnx.Module):
         """`attend`, and on CSA layers the entries that each token attended to.
 
         The selection is i32 [T, index_topk], ascending and -1 padded; None on other layers. Rows
-        of padding hold no meaning.
+        of padding hold no meaning. A token whose scores held NaN selects `indexer.NAN_SCORE`, and
+        its streams become NaN: its router tells the host, see `Router`.
         """
         with jax.named_scope("hc_attn_pre"):
             inputs, post, comb = self.hc_attn.pre(streams)
             inputs = self.attn_norm(inputs)
         outputs, state, selected = self.attn(inputs, state, chunk, numerics)
+        if selected is not None:
+            post = jnp.where(selected[:, :1] == indexer.NAN_SCORE, jnp.float32(jnp.nan), post)
         with jax.named_scope("hc_attn_post"):
             return self.hc_attn.post(outputs, streams, post, comb), state, selected
 

@@ -49,13 +49,17 @@ class Router(nnx.Module):
     config: ModelConfig = nnx.static()
 
     def __call__(self, inputs: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """inputs [T, D], tokens [T] i32 -> expert ids [T, k] i32, weights [T, k] float32."""
+        """inputs [T, D], tokens [T] i32 -> expert ids [T, k] i32, weights [T, k] float32.
+
+        A token with a score that is NaN gets no experts, ids -1: the host counts the choices.
+        """
         scores = jnp.sqrt(jax.nn.softplus(wide_product(inputs, self.weight.codes)))
         if self.tid2eid is not None:
             ids = self.tid2eid[tokens]
         else:
             assert self.bias is not None
             ids = top_k.top_k(scores + self.bias[None, :], self.config.num_experts_per_tok)
+        ids = jnp.where(jnp.any(jnp.isnan(scores), axis=-1, keepdims=True), -1, ids)
         chosen = jnp.take_along_axis(scores, ids, axis=-1)
         total = jnp.sum(chosen, axis=-1, keepdims=True)
         return ids, chosen / total * self.config.routed_scaling_factor

@@ -30,16 +30,22 @@ class MissingExpertError(RuntimeError):
     """A routed expert was not among those of its step: the output would hold NaN."""
 
 
+class NotANumberError(RuntimeError):
+    """Tokens chose no experts because scores of theirs, of experts or of entries, were NaN."""
+
+
 @dataclasses.dataclass
 class Work:
     """A chunk on its way through the layers.
 
     sequence  index of its sequence in the states of the pass
     chunk     on the device of the pass
+    tokens    how many of its rows are real
     """
 
     sequence: int
     chunk: Chunk
+    tokens: int
 
 
 @dataclasses.dataclass
@@ -104,7 +110,8 @@ def run(
     started   whether the pool has been started with these steps
     on_layer  called after a layer has been dispatched
     paused    asked after every layer; when true the pass ends early and `batch` can be run on
-    Raises MissingExpertError when a routed expert was in no slab of its step.
+    Raises MissingExpertError when a routed expert was in no slab of its step, NotANumberError when
+    tokens chose no experts.
     """
     usage = streaming.Usage(len(runner.layers), runner.config.n_routed_experts)
     with _StepClock() as clock:
@@ -115,7 +122,7 @@ def run(
             visited = 0
             for number, step in enumerate(steps):
                 last = number + 1 == len(steps)
-                _visit(batch, runner, pool, number, step, notes, clock, last)
+                _Visit(batch, runner, pool, number, step, notes, clock, last).run()
                 visited += 1
                 batch.layer = step.layer + 1
                 on_layer(step.layer)
@@ -123,7 +130,9 @@ def run(
                     break
             # The clock has seen every router; what follows the last one is still running.
             jax.block_until_ready(batch.streams)
-            distinct = _settle(pool, steps[:visited], notes, usage, len(batch.works))
+            tokens = [work.tokens for work in batch.works]
+            choices = runner.config.num_experts_per_tok
+            distinct = _settle(pool, steps[:visited], notes, usage, tokens, choices)
             ledger = pool.finish(distinct) if visited == len(steps) else pool.abort()
         except BaseException:
             pool.abort()
@@ -139,42 +148,71 @@ def run(
     )
 
 
-def _visit(
-    batch: Pass,
-    runner: Runner,
-    pool: ExpertPool,
-    number: int,
-    step: streaming.Step,
-    notes: streaming.Notes,
-    clock: "_StepClock",
-    last: bool,
-) -> None:
-    """One layer on all chunks of the micro-batch; `last` when no other layer follows."""
-    layer, works, shelf, cold = step.layer, batch.works, batch.shelf, pool.cold
-    place = runner.layers[layer]
-    resident = pool.resident[layer]
-    # Before the slabs: a copy of activations behind theirs would come late.
-    shelf.fetch_ahead(0)
-    pool.issue_ahead(number)
+@dataclasses.dataclass(frozen=True)
+class _Visit:
+    """One layer on all chunks of a micro-batch.
 
-    def begin(index: int) -> tuple[jax.Array, Routing]:
-        work = works[index]
-        states = batch.states[work.sequence]
-        streams, states[layer] = runner.attend(place, shelf.take(index), states[layer], work.chunk)
-        routing = runner.route(place, streams, work.chunk)
-        note = number * len(works) + index
-        notes.send(note, layer, routing.ids, as_ids=step.mode == "routed")
-        clock.reached(routing.ids)
+    number, step  of the layer in the pass
+    last          whether no other layer follows
+    """
+
+    batch: Pass
+    runner: Runner
+    pool: ExpertPool
+    number: int
+    step: streaming.Step
+    notes: streaming.Notes
+    clock: "_StepClock"
+    last: bool
+
+    def run(self) -> None:
+        """Dispatches all programs of the layer, and the copies that run beside them."""
+        # Before the slabs: a copy of activations behind theirs would come late.
+        self.batch.shelf.fetch_ahead(0)
+        self.pool.issue_ahead(self.number)
+        if self.step.mode != "routed" and self.pool.waves(self.number) <= 1:
+            done, ready = self._at_once()
+            if self.pool.waves(self.number):
+                self.pool.computed(self.number, 0, done, ready)
+        else:
+            self._in_waves()
+
+    @property
+    def _layer(self) -> int:
+        """Counts from the first one of the runner."""
+        return self.step.layer
+
+    @property
+    def _place(self) -> int:
+        """The layer's number in the model."""
+        return self.runner.layers[self.step.layer]
+
+    def _begin(self, index: int) -> tuple[jax.Array, Routing]:
+        """A chunk up to its experts."""
+        work, streams = self.batch.works[index], self.batch.shelf.take(index)
+        states = self.batch.states[work.sequence]
+        streams, states[self._layer] = self.runner.attend(
+            self._place, streams, states[self._layer], work.chunk
+        )
+        routing = self.runner.route(self._place, streams, work.chunk)
+        note = self.number * len(self.batch.works) + index
+        self.notes.send(note, self._layer, routing.ids, as_ids=self.step.mode == "routed")
+        self.clock.reached(routing.ids)
         return streams, routing
 
-    if step.mode != "routed" and pool.waves(number) <= 1:
-        # One slab serves all chunks: each is finished before the next begins.
-        streamed = pool.waves(number) == 1
-        parts = [part for part in (resident, pool.take(number, 0) if streamed else None) if part]
-        ready: list[jax.Array] = []  # when the slab is needed
+    def _at_once(self) -> tuple[jax.Array, jax.Array]:
+        """One slab serves all chunks: each is finished before the next begins.
+
+        Returns what is ready when the layer is over, and when it came to need its slab.
+        """
+        runner, pool, shelf = self.runner, self.pool, self.batch.shelf
+        resident, cold = pool.resident[self._layer], pool.cold
+        slab = pool.take(self.number, 0) if pool.waves(self.number) else None
+        parts = [part for part in (resident, slab) if part]
+        ready: list[jax.Array] = []
         done: list[jax.Array] = []
-        for index in shelf.sweep(again=not last):
-            streams, routing = begin(index)
+        for index in shelf.sweep(again=not self.last):
+            streams, routing = self._begin(index)
 
             def through_parts(routing: Routing = routing) -> list[jax.Array | None]:
                 slots: jax.Array | None = None
@@ -187,77 +225,81 @@ def _visit(
             (slots,) = (
                 through_parts()
                 if cold is None
-                else cold.complete(runner, layer, [routing], through_parts)
+                else cold.complete(runner, self._layer, [routing], through_parts)
             )
             assert slots is not None  # every expert has an owner
-            streams = runner.finish(place, streams, routing, slots)
-            if index + 1 == len(works):
+            streams = runner.finish(self._place, streams, routing, slots)
+            if index + 1 == len(self.batch.works):
                 done.append(runner.tick(streams))
             shelf.put(index, streams)
             del streams, routing, slots, through_parts
-        del parts
-        clock.ended(done[-1], together=False)
-        if streamed:
-            pool.computed(number, 0, done[-1], ready[0])
-        return
-    routings: Shelf[Routing] = shelf.beside()
-    held: Shelf[jax.Array] = shelf.beside()
-    ids: list[jax.Array] = []
-    for index in shelf.sweep():
-        streams, routing = begin(index)
-        shelf.put(index, streams)
-        routings.put(index, routing)
-        ids.append(routing.ids)
-        del streams, routing
+        self.clock.ended(done[-1], together=False)
+        return done[-1], ready[0]
 
-    def through(part: LayerSlabs) -> jax.Array:
-        """Experts of one slab on all chunks; returns what is ready when they have run."""
-        ends: list[jax.Array] = []
-        for index, _ in zip(routings.sweep(), held.sweep(), strict=True):
-            slots = held.take(index) if held.holds(index) else None
-            slots = runner.experts(routings.take(index, keep=True), part, slots)
-            if index + 1 == len(works):
-                ends.append(runner.tick(slots))
-            held.put(index, slots)
-            del slots
-        return ends[-1]
+    def _in_waves(self) -> None:
+        """Slab by slab: all chunks pass their routers, then meet one slab after the other."""
+        runner, pool, shelf, number = self.runner, self.pool, self.batch.shelf, self.number
+        resident, cold, count = pool.resident[self._layer], pool.cold, len(self.batch.works)
+        routings: Shelf[Routing] = shelf.beside()
+        held: Shelf[jax.Array] = shelf.beside()
+        ids: list[jax.Array] = []
+        for index in shelf.sweep():
+            streams, routing = self._begin(index)
+            shelf.put(index, streams)
+            routings.put(index, routing)
+            ids.append(routing.ids)
+            del streams, routing
 
-    def through_waves() -> None:
-        if step.mode == "routed":
-            numbers = range(number * len(works), (number + 1) * len(works))
-            asked = [notes.wait(one, NOTE_TIMEOUT_S).values for one in numbers]
-            pool.routed(number, np.concatenate(asked))
-        # The residents' share is dispatched before the slabs are: it hides what is still on its
-        # way.
-        ready = through(resident) if resident else ids[-1]
-        for wave in range(pool.waves(number)):
-            if wave:
-                pool.issue_ahead(number, wave)
-            pool.computed(number, wave, through(pool.take(number, wave)), ready)
+        def through(part: LayerSlabs) -> jax.Array:
+            """Experts of one slab on all chunks; returns what is ready when they have run."""
+            ends: list[jax.Array] = []
+            for index, _ in zip(routings.sweep(), held.sweep(), strict=True):
+                slots = held.take(index) if held.holds(index) else None
+                slots = runner.experts(routings.take(index, keep=True), part, slots)
+                if index + 1 == count:
+                    ends.append(runner.tick(slots))
+                held.put(index, slots)
+                del slots
+            return ends[-1]
 
-    if cold is None:
-        through_waves()
-    else:  # activations are on the device, see `plan.make_plan`
+        def through_waves() -> list[jax.Array | None]:
+            if self.step.mode == "routed":
+                numbers = range(number * count, (number + 1) * count)
+                asked = [self.notes.wait(one, NOTE_TIMEOUT_S).values for one in numbers]
+                pool.routed(number, np.concatenate(asked))
+            # The residents' share is dispatched before the slabs are: it hides what is still on
+            # its way.
+            ready = through(resident) if resident else ids[-1]
+            for wave in range(pool.waves(number)):
+                if wave:
+                    pool.issue_ahead(number, wave)
+                pool.computed(number, wave, through(pool.take(number, wave)), ready)
+            if cold is None:
+                return []
+            return [held.take(index) if held.holds(index) else None for index in range(count)]
 
-        def hot() -> list[jax.Array | None]:
+        if cold is None:
             through_waves()
-            return [held.take(index) if held.holds(index) else None for index in range(len(works))]
+        else:  # activations are on the device, see `plan.make_plan`
+            completed = cold.complete(runner, self._layer, routings.trees, through_waves)
+            for index, slots in enumerate(completed):
+                assert slots is not None  # every expert has an owner
+                held.put(index, slots)
+                del slots
+        self._finish(routings, held)
 
-        for index, slots in enumerate(cold.complete(runner, layer, routings.trees, hot)):
-            assert slots is not None  # every expert has an owner
-            held.put(index, slots)
-            del slots
-    for index, *_ in zip(
-        shelf.sweep(again=not last),
-        routings.sweep(again=False),
-        held.sweep(again=False),
-        strict=True,
-    ):
-        streams = runner.finish(place, shelf.take(index), routings.take(index), held.take(index))
-        if index + 1 == len(works):
-            clock.ended(runner.tick(streams), together=True)
-        shelf.put(index, streams)
-        del streams
+    def _finish(self, routings: Shelf[Routing], held: Shelf[jax.Array]) -> None:
+        """What comes after the experts, on all chunks."""
+        shelf = self.batch.shelf
+        sweeps = (routings.sweep(again=False), held.sweep(again=False))
+        for index, *_ in zip(shelf.sweep(again=not self.last), *sweeps, strict=True):
+            streams = self.runner.finish(
+                self._place, shelf.take(index), routings.take(index), held.take(index)
+            )
+            if index + 1 == len(self.batch.works):
+                self.clock.ended(self.runner.tick(streams), together=True)
+            shelf.put(index, streams)
+            del streams
 
 
 def _settle(
@@ -265,13 +307,26 @@ def _settle(
     steps: Sequence[streaming.Step],
     notes: streaming.Notes,
     usage: streaming.Usage,
-    works: int,
+    tokens: Sequence[int],
+    choices: int,
 ) -> list[int]:
-    """Adds the notes up; returns the distinct experts of each step."""
+    """Adds the notes up; returns the distinct experts of each step.
+
+    tokens   of each chunk, every one of which chose `choices` experts
+    """
     counts = np.zeros((len(steps), usage.counts.shape[1]), np.int64)
     for note in notes.drain(NOTE_TIMEOUT_S):
         usage.add(note)
-        counts[note.step // works] += note.counts(counts.shape[1])
+        chosen = note.counts(counts.shape[1])
+        step, chunk = divmod(note.step, len(tokens))
+        silent = tokens[chunk] - int(chosen.sum()) // choices
+        if silent:
+            raise NotANumberError(
+                f"step {step}, layer {pool.layers[note.layer]}: scores of {silent} of "
+                f"{tokens[chunk]} tokens are NaN: expected numbers; a weight of this layer, or an activation that reaches "
+                "it, is not finite (check the checkpoint's files)"
+            )
+        counts[step] += chosen
     for number, step in enumerate(steps):
         missing = absent_experts(counts[number], pool.available(step))
         if missing:

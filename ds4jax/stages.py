@@ -97,7 +97,7 @@ class Stage:
                 if streams is not None:  # of a pass that was stopped, wherever they were kept
                     entering = on_device(entering, self.device)
                 shelf.put(number, entering)
-                works.append(passes.Work(sequences.index(piece.sequence), chunk))
+                works.append(passes.Work(sequences.index(piece.sequence), chunk, len(piece.ids)))
         return passes.Pass(works, shelf, [self.states[sequence] for sequence in sequences], layer)
 
     def prefetch(self, tokens: Sequence[np.ndarray]) -> None:

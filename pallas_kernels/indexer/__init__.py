@@ -7,7 +7,9 @@ import jax
 from pallas_kernels import checks, rotary
 from pallas_kernels.indexer import kernel, prepare, reference, tiled
 
-__all__ = ["indexer_scores", "mix_channels", "prepare_queries", "select_entries"]
+__all__ = ["NAN_SCORE", "indexer_scores", "mix_channels", "prepare_queries", "select_entries"]
+
+NAN_SCORE = reference.NAN_SCORE
 
 
 def mix_channels(x: jax.Array, *, quantise: bool) -> jax.Array:
@@ -121,12 +123,14 @@ def select_entries(
 ) -> jax.Array:
     """The k best-scored visible entries of every token; all visible ones where at most k are.
 
-    Arguments as in `indexer_scores`; ties go to the lower entry, NaN scores are never selected.
+    Arguments as in `indexer_scores`; ties go to the lower entry. NaN is never selected but
+    reported: a token that had to choose and has a NaN score selects nothing, its whole row is
+    NAN_SCORE (-2).
     query_tile is the number of tokens whose scores the kernels keep at one time (None = what fits
     in 512 MiB); it bounds the workspace and does not change the result.
 
     Returns:
-      [T, k] int32, ascending, padded with -1.
+      [T, k] int32, ascending, padded with -1; or all NAN_SCORE.
 
     Raises:
       ValueError: shapes or dtypes that contradict each other.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.indexer import reference
 from pallas_kernels.tiles import map_tiles, pad_rows, slice_rows
 from pallas_kernels.top_k import kernel as top_k_kernel
 
@@ -111,8 +112,8 @@ def _kernel(
             products = jax.lax.dot_general(
                 queries, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )
-            weight = plt.load(weights_ref.at[rows, head])
-            return scores + weight[:, None] * jnp.maximum(products, 0.0)
+            half = 0.5 * plt.load(weights_ref.at[rows, head])
+            return scores + half[:, None] * reference.twice_relu(products)
 
         scores = jax.lax.fori_loop(
             0, heads, add_head, jnp.zeros((config.tokens, config.entries), jnp.float32)
@@ -147,6 +148,7 @@ def select_entries(
     def one_tile(start: jax.Array) -> jax.Array:
         first = position + start
         seen = (first + jnp.arange(tile, dtype=jnp.int32) + 1) // ratio
+        seen = jnp.minimum(seen, keys.shape[0])
 
         def best() -> jax.Array:
             scores = indexer_scores(
@@ -159,12 +161,9 @@ def select_entries(
                 fill=False,
                 interpret=interpret,
             )
-            return top_k_kernel.top_k(scores, k, seen, interpret=interpret)
+            chosen, nan = top_k_kernel.top_k_and_nan(scores, k, seen, interpret=interpret)
+            return reference.selection(chosen, nan, seen)
 
-        def all_visible() -> jax.Array:
-            entries = jnp.arange(k, dtype=jnp.int32)[None, :]
-            return jnp.where(entries < seen[:, None], entries, -1)
-
-        return jax.lax.cond(seen[-1] <= k, all_visible, best)
+        return jax.lax.cond(seen[-1] <= k, lambda: reference.all_visible(seen, k), best)
 
     return map_tiles(one_tile, tokens, tile)

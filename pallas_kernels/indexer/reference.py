@@ -5,6 +5,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.top_k import reference as top_k_reference
 
+NAN_SCORE = -2  # instead of entries, for a token with a score that is NaN
+
 
 def indexer_scores(
     queries: jax.Array, keys: jax.Array, weights: jax.Array, position: jax.Array, *, ratio: int
@@ -14,11 +16,16 @@ def indexer_scores(
     products = jnp.einsum(
         "thd,nd->thn", queries, keys, precision=precision, preferred_element_type=jnp.float32
     )
-    scores = jnp.sum(weights[:, :, None] * jnp.maximum(products, 0), axis=1)
+    scores = jnp.sum(0.5 * weights[:, :, None] * twice_relu(products), axis=1)
     tokens = position + jnp.arange(queries.shape[0], dtype=jnp.int32)
     entries = jnp.arange(keys.shape[0], dtype=jnp.int32)
     visible = entries[None, :] < ((tokens + 1) // ratio)[:, None]
     return jnp.where(visible, scores, -jnp.inf)
+
+
+def twice_relu(x: jax.Array) -> jax.Array:
+    """2 max(x, 0), exactly; NaN stays NaN, which the maximum of some backends drops."""
+    return x + jnp.abs(x)
 
 
 def select_entries(
@@ -32,4 +39,24 @@ def select_entries(
 ) -> jax.Array:
     """See `pallas_kernels.indexer.select_entries`; scores of the whole call at once."""
     scores = indexer_scores(queries, keys, weights, position, ratio=ratio)
-    return top_k_reference.top_k(scores, k)
+    tokens = position + jnp.arange(queries.shape[0], dtype=jnp.int32)
+    seen = jnp.minimum((tokens + 1) // ratio, keys.shape[0])
+    best, nan = top_k_reference.top_k(scores, k), jnp.any(jnp.isnan(scores), axis=1)
+    return selection(best, nan, seen)
+
+
+def selection(best: jax.Array, nan: jax.Array, seen: jax.Array) -> jax.Array:
+    """What a token selects, by itself alone.
+
+    best [T, k] the entries of its best scores, nan [T] whether a score is NaN, seen [T] how many
+    entries it sees. Where these are at most k it takes them all, whatever their scores.
+    """
+    chosen = jnp.where(nan[:, None], NAN_SCORE, best)
+    k = best.shape[1]
+    return jnp.where((seen <= k)[:, None], all_visible(seen, k), chosen)
+
+
+def all_visible(seen: jax.Array, k: int) -> jax.Array:
+    """Lists [T, k] of all entries below seen [T], for tokens that see at most k of them."""
+    entries = jnp.arange(k, dtype=jnp.int32)[None, :]
+    return jnp.where(entries < seen[:, None], entries, -1)

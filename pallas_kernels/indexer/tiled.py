@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.indexer import reference
 from pallas_kernels.online_softmax import precision
 from pallas_kernels.tiles import map_tiles, pad_rows, slice_rows
 from pallas_kernels.top_k import reference as top_k_reference
@@ -39,20 +40,16 @@ def select_entries(
 
     def tile(start: jax.Array) -> jax.Array:
         seen = (position + start + jnp.arange(TOKENS, dtype=jnp.int32) + 1) // ratio
+        seen = jnp.minimum(seen, keys.shape[0])
 
         def best() -> jax.Array:
             scores = _scores(queries, keys, weights, start, position, ratio=ratio)
-            return top_k_reference.top_k(scores, k)
+            nan = jnp.any(jnp.isnan(scores), axis=1)
+            return reference.selection(top_k_reference.top_k(scores, k), nan, seen)
 
-        return jax.lax.cond(seen[-1] <= k, lambda: all_visible(seen, k), best)
+        return jax.lax.cond(seen[-1] <= k, lambda: reference.all_visible(seen, k), best)
 
     return map_tiles(tile, rows, TOKENS)
-
-
-def all_visible(seen: jax.Array, k: int) -> jax.Array:
-    """Lists [t, k] of all entries below seen [t], for tokens that see at most k of them."""
-    entries = jnp.arange(k, dtype=jnp.int32)[None, :]
-    return jnp.where(entries < seen[:, None], entries, -1)
 
 
 def _scores(
@@ -80,7 +77,8 @@ def _scores(
             precision=precision(queries.dtype),
             preferred_element_type=jnp.float32,
         ).reshape(TOKENS, heads, ENTRIES)
-        fresh = jnp.sum(weights[:, :, None] * jnp.maximum(products, 0), axis=1)
+        twice = reference.twice_relu(products)
+        fresh = jnp.sum(0.5 * weights[:, :, None] * twice, axis=1)
         visible = entries[None, :] < jnp.minimum(seen, keys.shape[0])[:, None]
         fresh = jnp.where(visible, fresh, -jnp.inf)
         return jax.lax.dynamic_update_slice(scores, fresh, (jnp.int32(0), index * ENTRIES))

@@ -34,17 +34,32 @@ def top_k(
     limit [T] int32: row t has scores in its first limit[t] columns only and the others may hold
     anything; None = all columns.
     """
+    return top_k_and_nan(scores, k, limit, segment=segment, lanes=lanes, interpret=interpret)[0]
+
+
+def top_k_and_nan(
+    scores: jax.Array,
+    k: int,
+    limit: jax.Array | None = None,
+    *,
+    segment: int = SEGMENT,
+    lanes: int = LANES,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`top_k`, and whether a row has a score that is NaN: bool [T]."""
     rows, entries = scores.shape
     if limit is None:
         limit = jnp.full((rows,), entries, jnp.int32)
     segment = max(segment, _power_of_two(2 * k))
-    candidates, width = None, entries
+    candidates, width, nan = None, entries, None
     while True:
         size = min(segment, max(128, _power_of_two(width)))
         segments = -(-width // size)
         winners = _call(scores, limit, candidates, k, size, segments, lanes, interpret)
+        if nan is None:  # later passes see no NaN any more
+            nan = jnp.any(winners[:, :, k] > 0, axis=1)
         if segments == 1:
-            return winners[:, 0, :k]
+            return winners[:, 0, :k], nan
         width = segments * k
         candidates = winners[:, :, :k].reshape(rows, width)
 
@@ -69,7 +84,10 @@ def _call(
     lanes: int,
     interpret: bool,
 ) -> jax.Array:
-    """[T, segments, k + 1] indices; the last column takes what a masked store must not write."""
+    """[T, segments, k + 1] indices; in the last column how many of the scores are NaN.
+
+    That column also takes what masked stores must not write; it is written last.
+    """
     rows, entries = scores.shape
     arrays = [limit, scores]
     if candidates is not None:
@@ -104,6 +122,10 @@ def _kernel(limit_ref, scores_ref, *refs, has_candidates: bool, k: int, size: in
             mask=empty,
         )
 
+    def store_nan(count):
+        if not has_candidates:
+            out_ref[row, segment, k] = count
+
     def select():
         if has_candidates:
             count = refs[0].shape[1]
@@ -114,7 +136,8 @@ def _kernel(limit_ref, scores_ref, *refs, has_candidates: bool, k: int, size: in
         else:
             there = lanes < limit
             ids = jnp.minimum(lanes, entries - 1)
-        keys = _order(plt.load(scores_ref.at[row, ids], mask=there, other=-jnp.inf))
+        values = plt.load(scores_ref.at[row, ids], mask=there, other=-jnp.inf)
+        keys = _order(values)
         present = keys != _NOTHING
         total = jnp.sum(present.astype(jnp.int32))
         wanted = jnp.minimum(k, total)
@@ -128,12 +151,17 @@ def _kernel(limit_ref, scores_ref, *refs, has_candidates: bool, k: int, size: in
         chosen = above | (level & ((ranks >> 16) <= spare))
         plt.store(out_ref.at[row, segment, jnp.where(chosen, rank - 1, k)], ids, mask=chosen)
         store_nothing(wanted)
+        store_nan(jnp.sum((values != values).astype(jnp.int32)))
+
+    def nothing():
+        store_nothing(0)
+        store_nan(0)
 
     if has_candidates:
         select()
     else:
         pl.when(segment * size < limit)(select)
-        pl.when(segment * size >= limit)(lambda: store_nothing(0))
+        pl.when(segment * size >= limit)(nothing)
 
 
 def _threshold(keys, present, total, k):

@@ -15,6 +15,7 @@ from ds4jax import cache, model
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import PRESETS, SIMULATIONS, ModelConfig, Numerics, RopeScaling
 from ds4jax.testing import tiny_config
+from pallas_kernels.indexer import NAN_SCORE
 from pallas_kernels.routed_experts import ExpertSlab
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "models"
@@ -149,6 +150,44 @@ def test_a_block_in_one_call_equals_its_parts(numerics, golden, run):
         np.asarray(out, np.float32)[:50], trace.streams[0].astype(np.float32), atol=atol
     )
     assert jax.tree.structure(after) == jax.tree.structure(trace.state.layers[0])
+
+
+def test_nan_among_the_scores_of_entries_takes_the_token_its_experts(golden):
+    """An index weight is NaN: tokens that have to choose entries become NaN, the others do not."""
+    case = golden("quant")
+    index = next(i for i, ratio in enumerate(case.config.layer_ratios) if ratio == 4)
+    block = case.loaded.transformer.blocks[index]
+    indexer = block.attn.indexer
+    weights = indexer.weights_proj.weight.codes
+    broken = dataclasses.replace(
+        indexer,
+        weights_proj=dataclasses.replace(
+            indexer.weights_proj,
+            weight=dataclasses.replace(
+                indexer.weights_proj.weight, codes=weights.at[0, 0].set(jnp.nan)
+            ),
+        ),
+    )
+    block = dataclasses.replace(block, attn=dataclasses.replace(block.attn, indexer=broken))
+    rows = 128
+    random = np.random.default_rng(4)
+    streams = jnp.asarray(random.standard_normal((rows, 4, case.config.hidden_size)), jnp.float32)
+    state = cache.empty_layer_state(case.config, 4, ORACLE, 1024)
+    chunk = cache.make_chunk(case.tokens[:100], 0, rows)
+
+    @jax.jit
+    def run(block, streams, state, chunk):
+        streams, _, selected = block.attend_and_select(streams, state, chunk, ORACLE)
+        return streams, selected, block.route(streams, chunk, ORACLE).ids
+
+    streams, selected, ids = (np.asarray(x)[:100] for x in run(block, streams, state, chunk))
+    chooses = (np.arange(100) + 1) // 4 > case.config.index_topk
+    assert 0 < chooses.sum() < 100
+    np.testing.assert_array_equal((selected == NAN_SCORE).all(axis=1), chooses)
+    np.testing.assert_array_equal(np.isnan(streams).all(axis=(1, 2)), chooses)
+    np.testing.assert_array_equal(np.isfinite(streams).all(axis=(1, 2)), ~chooses)
+    np.testing.assert_array_equal((ids == -1).all(axis=1), chooses)
+    assert (ids[~chooses] >= 0).all()
 
 
 def test_embedding_is_copied_to_equal_streams_without_a_factor(golden):

@@ -76,6 +76,25 @@ def test_expert_that_was_not_moved_is_an_error_and_not_a_wrong_answer(engine, mo
     np.testing.assert_array_equal(engine.prefill(IDS).logits, expected.logits)
 
 
+def test_nan_is_reported_with_its_layer(engine, monkeypatch):
+    """Three tokens of the second micro-batch become NaN in front of layer 2, which hashes ids."""
+    attend = Runner.attend
+
+    def poisoned(self, layer, streams, state, chunk):
+        streams, state = attend(self, layer, streams, state, chunk)
+        first = int(np.asarray(chunk.position))
+        return (streams.at[1:4].set(np.nan) if (layer, first) == (2, 96) else streams), state
+
+    expected = engine.prefill(IDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "attend", poisoned)
+        with pytest.raises(
+            passes.NotANumberError, match=r"layer 2: scores of 3 of \d+ tokens are NaN"
+        ):
+            engine.prefill(IDS)
+    np.testing.assert_array_equal(engine.prefill(IDS).logits, expected.logits)
+
+
 @pytest.mark.parametrize("fraction", [0, 0.5])
 def test_a_slab_is_needed_when_the_first_chunk_comes_to_its_experts(fraction, monkeypatch):
     """What waits for a slab is the first chunk of a micro-batch, after its share of residents."""

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import codecs, rotary
 from pallas_kernels.indexer import (
+    NAN_SCORE,
     indexer_scores,
     kernel,
     mix_channels,
@@ -95,6 +96,28 @@ def test_selection_is_the_top_of_the_scores(implementation, position, k):
         wanted = np.full(k, -1)
         wanted[: len(best)] = sorted(best)
         np.testing.assert_array_equal(got[t], wanted)
+
+
+@pytest.mark.parametrize("implementation", FORMS)
+def test_nan_scores_are_reported_instead_of_a_selection(implementation):
+    """By tokens that have to choose and see one, in any tile; others select as ever."""
+    tokens, position, k = 37, 30, 9
+    queries, keys, weights = make(4, tokens, 90)
+    wanted = np.array(selected(queries, keys, weights, position, implementation, k))
+    seen = (position + np.arange(tokens) + 1) // 4
+    queries = queries.at[30].set(jnp.nan)
+    got = np.array(selected(queries, keys, weights, position, implementation, k))
+    assert (got[30] == NAN_SCORE).all()
+    got[30] = wanted[30]
+    np.testing.assert_array_equal(got, wanted)
+    # Entry 12 is there for the last tokens only; whoever sees at most k selects all of them.
+    queries, keys, weights = make(4, tokens, 90)
+    for entry in (12, 3):
+        got = selected(queries, keys.at[entry].set(jnp.nan), weights, position, implementation, k)
+        bad = (seen > entry) & (seen > k)
+        assert 0 < bad.sum() < tokens
+        np.testing.assert_array_equal((np.asarray(got) == NAN_SCORE).all(axis=1), bad)
+        np.testing.assert_array_equal(np.asarray(got)[~bad], wanted[~bad])
 
 
 @pytest.mark.parametrize("implementation", ["tiled", "portable"])

@@ -53,6 +53,22 @@ def test_set_is_exact(entries, k):
     np.testing.assert_array_equal(by_kernel(scores, k), wanted)
 
 
+@pytest.mark.parametrize(("entries", "segment"), [(200, 8192), (700, 128)])
+def test_rows_with_nan_are_told_apart(entries, segment):
+    """Only among the scores that count: those below the limit."""
+    scores = hard_scores(entries, entries)
+    scores[5, entries - 10 :] = np.nan
+    limit = np.full(10, entries, np.int32)
+    run = functools.partial(
+        kernel.top_k_and_nan, segment=segment, interpret=jax.default_backend() == "cpu"
+    )
+    for limit_5, rows in ((entries, [4, 5]), (entries - 10, [4]), (0, [4])):
+        limit[5] = limit_5
+        best, nan = jax.jit(run, static_argnums=1)(scores, 6, limit)
+        assert np.flatnonzero(nan).tolist() == rows
+        np.testing.assert_array_equal(best, by_kernel(scores, 6, limit))
+
+
 @pytest.mark.parametrize(
     ("entries", "segment", "k"), [(700, 128, 5), (900, 128, 70), (513, 256, 1)]
 )
