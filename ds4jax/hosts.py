@@ -25,8 +25,10 @@ import numpy as np
 
 from ds4jax import admission
 from ds4jax import plan as planning
+from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import ConfigError
+from ds4jax.machine import Table, joined_machine, local_machine
 from ds4jax.passes import PassReport
 from ds4jax.report import token_hash
 from ds4jax.run_config import PipelineConfig, RunConfig
@@ -34,6 +36,7 @@ from sharding import handoff, launcher
 from streaming.pinned import PinReport
 
 _YIELD_S = 5.0  # a process that lost its peer waits for the launcher to end it
+_LEADER_S = 1.0  # a first process that fails waits for others that do: JAX aborts them when it ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Hosts:
         self._worker = worker
         self.rank, self.world = worker.rank, worker.world
         self.queued = False
+        self._stages = range(0)  # of this process
+        self._dealt: tuple[int, ...] | None = None  # stages of every process, where a plan says so
         self._requests = self._received = self._sent = 0
         self._receiver: handoff.Receiver | None = None
         self._sender: handoff.Sender | None = None
@@ -98,22 +103,67 @@ class Hosts:
     def own_stages(self, options: PipelineConfig, layers: int) -> dict[int, range]:
         """The stages of this process and their layers: as many stages as every other one has.
 
-        Raises ConfigError unless the split is by hand and its stages can be dealt out evenly.
+        A split by hand; the stages of an automatic one are those of `settle`. Raises ConfigError
+        unless they can be dealt out evenly.
         """
-        if options.automatic:
-            raise ConfigError(
-                "config.pipeline.split is auto in a run of several processes, expected the layers "
-                "of each stage: let the command plan propose them"
-            )
         split = options.stages(layers)
-        stages = len(split)
-        each, rest = divmod(stages, self.world)
-        if rest or not each:
-            raise ConfigError(
-                f"config.pipeline.split has {stages} stages and the run has {self.world} "
-                f"processes: expected as many stages as processes, or a multiple of that"
-            )
-        return {stage: split[stage] for stage in range(self.rank * each, (self.rank + 1) * each)}
+        stages, dealt = len(split), self._dealt
+        if dealt is None:
+            each, rest = divmod(stages, self.world)
+            if rest or not each:
+                raise ConfigError(
+                    f"config.pipeline.split has {stages} stages and the run has {self.world} "
+                    f"processes: expected as many stages as processes, or a multiple of that"
+                )
+            dealt = (each,) * self.world
+        first = sum(dealt[: self.rank])
+        self._stages = range(first, first + dealt[self.rank])
+        return {stage: split[stage] for stage in self._stages}
+
+    def settle(
+        self,
+        source: TensorSource,
+        config: RunConfig,
+        devices: Sequence[jax.Device],
+        prompts: Sequence[int],
+        capacity: int,
+    ) -> RunConfig:
+        """The configuration with a split by hand: an automatic one becomes what is planned.
+
+        Every process plans for the devices of all, each of which gets a stage. The arguments are
+        those of `plan.plan_local`. Raises PlanError when nothing fits, ConfigError when processes
+        come to different plans.
+        """
+        if not config.pipeline.automatic:
+            return config
+        indices = config.pipeline.candidates(len(devices))
+        places = [devices[index] for index in indices]
+        budget = config.memory.device_bytes
+        shares = [self.memory(place, budget) for place in places]
+        item = keys.expert_bytes(source.config, source.infos())
+        own = local_machine(config, places, item, shares[0].host_bytes)
+        rows = tuple(
+            dataclasses.replace(row, memory_bytes=min(row.memory_bytes, share.device_bytes))
+            for row, share in zip(own.devices, shares, strict=True)
+        )
+        tables = self.share(Table.of(dataclasses.replace(own, devices=rows), self._worker.host))
+        machine = joined_machine(tables, own.table)
+        found = planning.plan_in_order(source, config, machine, prompts, capacity)
+        self._dealt = tuple(len(table.devices) for table in tables)
+        sizes = [len(stage.layers) for stage in found.stages]
+        schedule = found.choice.schedule
+        self.agree("the plan", {"the plan of the run": [sizes, self._dealt, str(schedule)]})
+        before = sum(self._dealt[: self.rank])
+        # Indices on other processes are theirs to know.
+        everywhere = [0] * before + indices + [0] * (len(sizes) - before - len(indices))
+        settings: dict[str, Any] = {
+            "pipeline.split": ",".join(map(str, sizes)),
+            "pipeline.devices": ",".join(map(str, everywhere)),
+            "streaming.order": schedule.order,
+        }
+        if schedule.order == "layer_major":
+            settings["streaming.micro_batch_tokens"] = schedule.micro_batch_tokens
+        return config.replace(settings)
 
     def plan(
         self,
@@ -127,8 +177,9 @@ class Hosts:
 
         devices  of this process; the other arguments and errors are those of `plan.make_plan`
         """
-        own = self.own_stages(config.pipeline, source.config.num_hidden_layers)
-        everything = len(own) * self.world
+        layers = source.config.num_hidden_layers
+        own = self.own_stages(config.pipeline, layers)
+        everything = len(config.pipeline.stages(layers))
         indices = config.pipeline.device_indices(everything, len(devices), list(own))
         places = [devices[index] for index in indices]
         plans = [
@@ -157,7 +208,7 @@ class Hosts:
             free = min(free, budget)
         return planning.Memory(free, admission.host_bytes() // sharing)
 
-    def share[Told: (Part, Ending)](self, value: Told) -> list[Told]:
+    def share[Told: (Part, Ending, Table)](self, value: Told) -> list[Told]:
         """What all processes share, by rank; waits for them. Once in a run for each type."""
         kind = type(value)
         self._worker.set(f"{kind.__name__} {self.rank}", json.dumps(to_plain(value)))
@@ -192,8 +243,7 @@ class Hosts:
         devices  of all stages
         Raises HandoffError when a process cannot be reached.
         """
-        each = len(devices) // self.world
-        own = range(self.rank * each, (self.rank + 1) * each)
+        own = self._stages
         kind, shared = options.handoff, None
         if kind == "auto":  # Gloo writes to stdout, which is for results
             kind = "transfer" if devices[own.start].platform == "cpu" else "permute"
@@ -293,6 +343,9 @@ def joined() -> Generator[Hosts | None]:
         # Another process failed, and may still be about to say why: it should be the first to end.
         hosts.close()
         time.sleep(_YIELD_S)
+        raise
+    except BaseException:
+        time.sleep(_LEADER_S if hosts.first else 0.0)
         raise
     hosts.close()
     worker.barrier("all have ended")

@@ -71,7 +71,8 @@ def load_model(
         available = sum(admission.device_bytes(each) for each in set(devices))
     else:
         hosts.agree("the run", _facts(run_config, fingerprint))
-        part = hosts.plan(source, run_config, local, max(prompts, default=None), capacity)
+        settled = hosts.settle(source, run_config, local, prompts, capacity)
+        part = hosts.plan(source, settled, local, max(prompts, default=None), capacity)
         parts = hosts.share(part)
         plans = list(part.plans)
         devices = [next(each for each in local if each.id == id) for id in part.device_ids]

@@ -20,6 +20,7 @@ from sharding.machine import machine_rows, read_machine
 _DISK_BYTES_PER_S = 2_000_000_000  # of a file that is not in the page cache, until it is measured
 _UPLOAD_NS = 50_000  # of an upload, beside its bytes, until it is measured
 _PEER_BYTES_PER_S = 50_000_000_000  # between devices of one host, until it is measured
+_NETWORK_BYTES_PER_S = 10_000_000_000  # between hosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Machine:
     rates, table  of devices with speed 1000
     one_memory    host and devices share one memory: streaming makes nothing fit
     peers         links by which a device may serve another one as an expert tier
+    in_order      every device has a stage, in the order of the devices
     notes         what was assumed
     """
 
@@ -44,6 +46,7 @@ class Machine:
     table: costs.LayerTable
     one_memory: bool = False
     peers: tuple[PeerLink, ...] = ()
+    in_order: bool = False
     notes: tuple[str, ...] = ()
 
     def chosen(self, indices: Sequence[int]) -> "Machine":
@@ -118,6 +121,83 @@ def local_machine(
     limits = [record["devices"][known.index(each)].get("memory_bytes") for each in wanted]
     usable = [min(each, limit or each) for each, limit in zip(usable, limits, strict=True)]
     return _from_record(record, wanted, usable, host, item_bytes, one_memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What the other processes of a run have to know of the devices of one: see `Machine`.
+
+    host  its address; processes of one host share the limits of it
+    """
+
+    host: str
+    devices: tuple[DeviceCost, ...]
+    link_limit_bytes_per_s: int
+    link_bytes_per_s: tuple[tuple[int, ...], ...]
+    upload_overhead_ns: int
+    host_bytes: int
+    disk_bytes_per_s: int
+    rates: costs.Rates
+    one_memory: bool
+
+    @classmethod
+    def of(cls, machine: Machine, host: str) -> "Table":
+        """The rows of this process."""
+        return cls(
+            host,
+            machine.devices,
+            machine.hosts[0].bytes_per_s,
+            machine.link_bytes_per_s,
+            machine.upload_overhead_ns,
+            machine.host_bytes,
+            machine.disk_bytes_per_s,
+            machine.rates,
+            machine.one_memory,
+        )
+
+
+def joined_machine(tables: Sequence[Table], layers: costs.LayerTable) -> Machine:
+    """The devices of all processes in their order, of which each has a stage.
+
+    layers  what parts of layers take, as all processes know it
+    """
+    fastest = max(tables, key=lambda table: table.rates.matrix_flops_per_s)
+    hosts = list(dict.fromkeys(table.host for table in tables))
+    limits = {table.host: table.link_limit_bytes_per_s for table in tables}
+    devices: list[DeviceCost] = []
+    owners: list[tuple[int, int]] = []
+    for rank, table in enumerate(tables):
+        speed = table.rates.matrix_flops_per_s / fastest.rates.matrix_flops_per_s
+        for index, device in enumerate(table.devices):
+            owners.append((rank, index))
+            devices.append(
+                dataclasses.replace(
+                    device,
+                    name=f"{device.name} of process {rank}",
+                    speed_permille=max(round(device.speed_permille * speed), 1),
+                    host=hosts.index(table.host),
+                )
+            )
+
+    def link(source: tuple[int, int], target: tuple[int, int]) -> int:
+        (rank, i), (other, j) = source, target
+        if rank == other:
+            return tables[rank].link_bytes_per_s[i][j]
+        near = tables[rank].host == tables[other].host
+        return _PEER_BYTES_PER_S if near else _NETWORK_BYTES_PER_S
+
+    return Machine(
+        devices=tuple(devices),
+        hosts=tuple(HostCost(host, limits[host]) for host in hosts),
+        link_bytes_per_s=tuple(tuple(link(a, b) for b in owners) for a in owners),
+        upload_overhead_ns=max(table.upload_overhead_ns for table in tables),
+        host_bytes=sum(table.host_bytes for table in tables),
+        disk_bytes_per_s=min(table.disk_bytes_per_s for table in tables),
+        rates=fastest.rates,
+        table=layers,
+        one_memory=any(table.one_memory for table in tables),
+        in_order=True,
+    )
 
 
 def probed(config: RunConfig, device: jax.Device) -> bool:

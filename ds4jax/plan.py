@@ -212,6 +212,21 @@ def plan_local(
     return found
 
 
+def plan_in_order(
+    source: TensorSource,
+    config: RunConfig,
+    machine: Machine,
+    prompts: Sequence[int],
+    capacity: int,
+) -> RunPlan:
+    """`plan_run` where every device has a stage, as in a run of several processes."""
+    run = Run.of(source, config, machine, capacity)
+    found = _search(run, _known(prompts), places=range(len(machine.devices)))
+    if found is None:
+        raise PlanError(_refusal(run, _known(prompts), None))
+    return found
+
+
 def make_plan(
     source: TensorSource,
     config: RunConfig,

@@ -233,9 +233,12 @@ class Run:
             peer_ring_experts=_PEER_RING,
             embed_bytes=parts.embed if first else 0,
             head_bytes=parts.head if last else 0,
-            # All devices read one disk.
-            hosts=machine.hosts if link is None else (HostCost("disk", link),),
+            # All devices of a host read one disk.
+            hosts=machine.hosts
+            if link is None
+            else tuple(HostCost("disk", link) for _ in machine.hosts),
             peers=machine.peers,
+            in_order=machine.in_order,
         )
 
     def _schedules(

@@ -333,8 +333,8 @@ class PipelineConfig(_Section):
             return [range(layers)]
         if self.automatic:
             raise ConfigError(
-                "config.pipeline.split is auto, a run of several processes needs one by hand: take "
-                "that of python -m ds4jax.cli.plan --config.pipeline.split=auto"
+                "config.pipeline.split is auto: expected the layers of each stage, or a run that "
+                "is planned for prompts"
             )
         sizes = _integers("config.pipeline.split", self.split)
         if min(sizes) < 1 or sum(sizes) != layers:

@@ -3,6 +3,7 @@
 That the bits are those of one process is shown beside the splits, in pipeline_test.py.
 """
 
+import concurrent.futures
 import dataclasses
 import json
 import os
@@ -11,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import typing
 
@@ -30,6 +32,7 @@ from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.passes import PassReport
 from ds4jax.run_config import PipelineConfig, RunConfig
 from sharding import launcher
+from sharding.cost import PlanError
 from streaming.ledger import LayerRow, Prediction
 from streaming.trace import Span
 
@@ -44,7 +47,7 @@ class Worker:
 
     def __init__(self, rank: int, world: int, values: dict[str, str] | None = None):
         self.rank, self.world, self.local_world = rank, world, world
-        self.values = {} if values is None else values
+        self.host, self.values = "localhost", {} if values is None else values
 
     def set(self, key: str, value: str) -> None:
         assert key not in self.values
@@ -79,8 +82,86 @@ def test_a_number_of_processes_that_does_not_fit_is_refused(split, world):
             hosts.Hosts(Worker(rank, world)).own_stages(options, 6)
 
 
-def test_an_automatic_split_is_refused():
-    with pytest.raises(ConfigError, match=r"config\.pipeline\.split is auto in a run of several"):
+class Exchange(dict):
+    """Values that processes in threads wait for."""
+
+    def __init__(self):
+        super().__init__()
+        self._changed = threading.Condition()
+
+    def __setitem__(self, key: str, value: str) -> None:
+        with self._changed:
+            super().__setitem__(key, value)
+            self._changed.notify_all()
+
+    def __getitem__(self, key: str) -> str:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self, LIMIT_S)
+            return super().__getitem__(key)
+
+
+def settle(
+    memories: list[list[int]], different: dict[str, object] | None = None, **options: object
+) -> list[tuple[RunConfig, dict[int, range]]]:
+    """What every process makes of an automatic split; their devices have these memories.
+
+    different  settings of the last process
+    """
+    config = dataclasses.replace(
+        testing.tiny_config(), num_hidden_layers=6, compress_ratios=(0, 0, 4, 128, 4, 0, 0)
+    )
+    source, values, world = SyntheticSource(config, seed=0), Exchange(), len(memories)
+    local = jax.devices()
+
+    def one(rank: int) -> tuple[RunConfig, dict[int, range]]:
+        mine = hosts.Hosts(Worker(rank, world, values))
+        budgets = iter(memories[rank])
+        mine.memory = lambda *_: planning.Memory(next(budgets), 1 << 40)
+        own = different if different is not None and rank == world - 1 else {}
+        keys = {"pipeline.split": "auto", "prefill.chunk_tokens": CHUNK} | options | own
+        run = RunConfig().replace(keys)
+        devices = local[: len(memories[rank])]
+        settled = mine.settle(source, run, devices, [16 * CHUNK], 8192)
+        return settled, mine.own_stages(settled.pipeline, 6)
+
+    with concurrent.futures.ThreadPoolExecutor(world) as pool:
+        return [each.result() for each in [pool.submit(one, rank) for rank in range(world)]]
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("memories", [[[GIB], [GIB]], [[GIB, GIB], [GIB]], [[GIB]] * 4])
+def test_every_process_comes_to_the_same_plan(memories):
+    settled = settle(memories)
+    assert len({config.pipeline.split for config, _ in settled}) == 1
+    ranges = [layers for _, own in settled for layers in own.values()]
+    assert [layer for each in ranges for layer in each] == [*range(6)]
+    for (config, own), memory in zip(settled, memories, strict=True):
+        stages = len(config.pipeline.stages(6))
+        assert len(own) == len(memory)
+        indices = config.pipeline.device_indices(stages, len(memory), list(own))
+        assert indices == [*range(len(memory))]
+
+
+def test_layers_go_where_there_is_memory():
+    small = 72_000_000  # of workspace mostly
+    split = [len(own[stage]) for stage, (_, own) in enumerate(settle([[GIB], [small]]))]
+    assert split[0] > split[1] >= 1
+
+
+def test_processes_that_come_to_different_plans_are_named():
+    with pytest.raises(ConfigError, match=r"process 1 differs from process 0 in the plan of the"):
+        settle([[GIB], [GIB]], {"streaming.order": "layer_major"})
+
+
+def test_more_devices_than_layers_are_refused():
+    with pytest.raises(PlanError, match="8 devices in order and 6 layers"):
+        settle([[GIB] * 4, [GIB] * 4])
+
+
+def test_an_automatic_split_has_no_stages_before_it_is_planned():
+    with pytest.raises(ConfigError, match=r"config\.pipeline\.split is auto: expected the layers"):
         hosts.Hosts(Worker(0, 2)).own_stages(PipelineConfig(split="auto"), 6)
 
 

@@ -307,13 +307,15 @@ def test_two_processes_give_the_bits_of_one_and_one_account(every_row, tmp_path)
         (4, "1,2,2,1", ("--config.pipeline.handoff=permute",)),
         (2, "3,3", ("--config.pipeline.handoff=device_put",)),
         (4, "1,2,2,1", ("--config.pipeline.handoff=socket",)),
+        (2, "auto", ("--config.pipeline.devices=0,1",)),
+        (4, "auto", ("--config.pipeline.devices=0",)),
     ],
 )
 def test_processes_give_the_bits_of_one(processes, split, flags, every_row, tmp_path):
     every = "--config.prefill.logits=all"
     record, logits = launch(tmp_path, processes, split, every, *flags)
     np.testing.assert_array_equal(logits, every_row)
-    assert len(record["plan"]) == split.count(",") + 1
+    assert len(record["plan"]) == 4 if split == "auto" else split.count(",") + 1
 
 
 @pytest.mark.slow
