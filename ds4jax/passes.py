@@ -323,8 +323,8 @@ def _settle(
         if silent:
             raise NotANumberError(
                 f"step {step}, layer {pool.layers[note.layer]}: scores of {silent} of "
-                f"{tokens[chunk]} tokens are NaN: expected numbers; a weight of this layer, or an activation that reaches "
-                "it, is not finite (check the checkpoint's files)"
+                f"{tokens[chunk]} tokens are NaN: expected numbers; a weight of this layer, or an "
+                "activation that reaches it, is not finite (check the checkpoint's files)"
             )
         counts[step] += chosen
     for number, step in enumerate(steps):
