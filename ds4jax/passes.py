@@ -203,7 +203,8 @@ class _Visit:
     def _at_once(self) -> tuple[jax.Array, jax.Array]:
         """One slab serves all chunks: each is finished before the next begins.
 
-        Returns what is ready when the layer is over, and when it came to need its slab.
+        Returns what is ready when the layer is over, and when it came to need its slab, if it has
+        one.
         """
         runner, pool, shelf = self.runner, self.pool, self.batch.shelf
         resident, cold = pool.resident[self._layer], pool.cold
@@ -234,7 +235,7 @@ class _Visit:
             shelf.put(index, streams)
             del streams, routing, slots, through_parts
         self.clock.ended(done[-1], together=False)
-        return done[-1], ready[0]
+        return done[-1], (ready or done)[0]
 
     def _in_waves(self) -> None:
         """Slab by slab: all chunks pass their routers, then meet one slab after the other."""
