@@ -35,15 +35,17 @@ from absl import flags
 from jax.experimental.compilation_cache import compilation_cache
 
 import streaming
+from ds4jax import accounts, costs, report
 from ds4jax import engine as engines
-from ds4jax import report
 from ds4jax.bench import links, overlap
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.open import open_source
 from ds4jax.cli import common
 from ds4jax.engine import Engine
 from ds4jax.moe import Routing
+from ds4jax.rows import Prompts
 from sharding import cost, probe, split
+from streaming.window import live_bound
 
 SCHEMA = "ds4jax.bench.two_device/1"
 STREAMED = 0.5  # share of the experts that is streamed where any are
@@ -372,6 +374,100 @@ def section_peer_memory(bench: Bench) -> dict[str, Any]:
     return _tier(bench, rate, peer__memory_fraction=1.0)
 
 
+def section_planned_memory(bench: Bench) -> dict[str, Any]:
+    """The plan is free to use a neighbour with all its memory."""
+    return _planned(bench, None)
+
+
+def section_planned_relay(bench: Bench) -> dict[str, Any]:
+    """The plan is free to use a neighbour that has room for little more than slabs."""
+    source = open_source(bench.checkpoint)
+    slabs = round(STREAMED * source.config.n_routed_experts) * live_bound(1)
+    return _planned(bench, 5 * slabs // 4 * _item_bytes(bench))
+
+
+def section_planned_none(bench: Bench) -> dict[str, Any]:
+    """The plan is free to use a neighbour behind a link that is said to be a thousandth as fast."""
+    return _planned(bench, None, slower=1000)
+
+
+def _planned(bench: Bench, room: int | None, slower: int = 1) -> dict[str, Any]:
+    """Half of the experts streamed, with the neighbour that the plan chooses, or none.
+
+    room    bytes of the neighbour's memory that the machine file tells of; None for all
+    slower  by what the file understates the link from it
+    """
+    _second_device(bench)
+    path = bench.out_dir / "machine.json"
+    report.write_json(path, _machine_record(bench, room, slower))
+    keys = {"machine__file": str(path), "streaming__resident_fraction": 1 - STREAMED}
+    with bench.load(**keys) as engine:
+        assert engine.run_plan is not None
+        rows = bench.measure(engine, bench.lengths[:2])
+        for length, row in rows.items():
+            predicted = engine.run_plan.predict(Prompts.of(int(length)))
+            row |= {
+                "predicted_s": predicted.seconds,
+                "prediction_error": predicted.seconds / row["seconds"] - 1,
+                "predicted_moved_bytes": dict(predicted.moved_bytes),
+            }
+            row["predicted_bytes_equal"] &= row["moved_bytes"] == row["predicted_moved_bytes"]
+        compared = accounts.neighbours(engine.run_plan)
+        (taken,) = (row["neighbours"] for row in compared if row["chosen"])
+        return {"taken": taken, "neighbours": compared, "rows": rows}
+
+
+def _machine_record(bench: Bench, room: int | None, slower: int) -> dict[str, Any]:
+    """A machine file of the links that were measured; compute is priced as on an H200."""
+    host = [bench.rate(f"host_to_{i}_gb_per_s", default=HOST_GB_PER_S) for i in (0, 1)]
+    both = bench.rate("host_to_both_gb_per_s", default=sum(host))
+    item = _item_bytes(bench)
+
+    def ladder(source: int, target: int) -> list[dict[str, int]]:
+        found = bench.found.get("links", {}).get(f"peer_{source}_to_{target}")
+        steps = found or [{"bytes": item, "gb_per_s": PEER_GB_PER_S}]
+        return [
+            {
+                "bytes": step["bytes"],
+                "bytes_per_s": round(step["gb_per_s"] / slower * 1e9),
+                "in_flight_bytes_per_s": round(
+                    step.get("in_flight_gb_per_s", step["gb_per_s"]) / slower * 1e9
+                ),
+            }
+            for step in steps
+        ]
+
+    return {
+        "schema": 1,
+        "platform": bench.devices[0].platform,
+        "devices": [
+            {
+                "id": device.id,
+                "kind": device.device_kind,
+                "memory_bytes": room if number else None,
+                "memory_bytes_per_s": round(costs.H200.bytes_per_s),
+                "matmul_flops_per_s": {
+                    "bfloat16": round(costs.H200.matrix_flops_per_s),
+                    "float32": round(costs.H200.float32_flops_per_s),
+                },
+                "host_to_device": {
+                    "registered": [{"bytes": item, "bytes_per_s": round(host[number] * 1e9)}]
+                },
+            }
+            for number, device in enumerate(bench.devices)
+        ],
+        "host_to_all_devices": {"registered": {"bytes_per_s": round(both * 1e9)}},
+        "links": [
+            {
+                "source": bench.devices[i].id,
+                "target": bench.devices[j].id,
+                "ladder": ladder(i, j),
+            }
+            for i, j in ((0, 1), (1, 0))
+        ],
+    }
+
+
 def section_relay(bench: Bench) -> dict[str, Any]:
     """Half of the misses come over the second device's host link."""
     own = bench.rate("host_to_0_gb_per_s", default=HOST_GB_PER_S)
@@ -462,26 +558,30 @@ def section_processes(bench: Bench) -> dict[str, Any]:
         for path, tokens in zip(prompts, (length, max(bench.lengths)), strict=True):
             np.save(path, bench.ids(tokens, vocabulary))
         found: dict[str, Any] = {}
-        for handoff in ("auto", "socket"):  # the second way where the first does not work
-            began, out = time.perf_counter(), Path(folder) / handoff
-            whole = _launch(bench, prompts[0], out, handoff)
+        by_hand = bench.pipeline()["pipeline__split"]
+        # The next way where one does not work.
+        for split_text, handoff in (("auto", "auto"), (by_hand, "auto"), (by_hand, "socket")):
+            began, out = time.perf_counter(), Path(folder) / f"{split_text} {handoff}"
+            whole = _launch(bench, prompts[0], out, handoff, split_text)
             try:
                 output, _ = whole.communicate(timeout=LAUNCH_LIMIT_S)
             except subprocess.TimeoutExpired:
                 _stop(whole)
                 output, _ = whole.communicate()
             found |= {
+                "split": split_text,
                 "handoff": handoff,
                 "exit_code": whole.returncode,
                 "wall_s": time.perf_counter() - began,
             }
             if whole.returncode == 0:
                 break
-            found[f"{handoff}_reason"] = " | ".join(output.strip().splitlines()[-5:])
+            found[f"{out.name} reason"] = " | ".join(output.strip().splitlines()[-5:])
         else:
             return found
         record = json.loads((out / report.RUN_FILE).read_text(encoding="utf-8"))
         found |= {
+            "layers": [stage["layers"] for stage in record["plan"]],
             "sha256": logits_hash(np.load(out / "logits.npy")),
             "tokens": length,
             "prefill_s": record["prefill_s"],
@@ -492,7 +592,9 @@ def section_processes(bench: Bench) -> dict[str, Any]:
     return found
 
 
-def _launch(bench: Bench, tokens: Path, out_dir: Path, handoff: str) -> subprocess.Popen[str]:
+def _launch(
+    bench: Bench, tokens: Path, out_dir: Path, handoff: str, split_text: str
+) -> subprocess.Popen[str]:
     first, second = bench.devices
     several = first.platform != "cpu" and first != second
     gpus = ["--gpus_per_process=1"] if several else []
@@ -501,8 +603,8 @@ def _launch(bench: Bench, tokens: Path, out_dir: Path, handoff: str) -> subproce
         "prefill.max_tokens": max(*bench.lengths, 2 * bench.chunk),
         "streaming.order": "chunk_major",
         "streaming.resident_fraction": 1.0,
-        "pipeline.split": bench.pipeline()["pipeline__split"],
-        "pipeline.devices": "0,0",
+        "pipeline.split": split_text,
+        "pipeline.devices": "0" if split_text == "auto" else "0,0",
         "pipeline.handoff": handoff,
     }
     command = [
@@ -525,7 +627,7 @@ def _launch(bench: Bench, tokens: Path, out_dir: Path, handoff: str) -> subproce
 
 def _killed(bench: Bench, tokens: Path, out_dir: Path, handoff: str) -> dict[str, Any]:
     """Kills a worker when the first chunk is read; how the launcher takes it, and how fast."""
-    launcher = _launch(bench, tokens, out_dir, handoff)
+    launcher = _launch(bench, tokens, out_dir, handoff, bench.pipeline()["pipeline__split"])
     lines: list[str] = []
     workers: list[int] = []  # each leads a session of its own
     victim, killed_s = None, None
@@ -599,6 +701,9 @@ SECTIONS = {
     "two_owners": Section(section_two_owners, 60, 15),
     "relay": Section(section_relay, 50, 15),
     "peer_memory": Section(section_peer_memory, 40, 10),
+    "planned_memory": Section(section_planned_memory, 40, 10),
+    "planned_relay": Section(section_planned_relay, 40, 10),
+    "planned_none": Section(section_planned_none, 40, 10),
     "one_streamed": Section(section_one_streamed, 60, 20),
     "pipeline_streamed": Section(section_pipeline_streamed, 60, 20),
     "peer_read": Section(section_peer_read, 45, 20),
@@ -673,6 +778,8 @@ _SHOWN = (
     "host_to_both_gb_per_s",
     "expert_layer_s",
     "side_by_side",
+    "taken",
+    "neighbours",
     "copies_alone_gb_per_s",
     "predicted_gb_per_s",
     "prediction_error",
@@ -682,6 +789,8 @@ _SHOWN = (
     "permute_gb_per_s",
     "copy_gb_per_s",
     "kernel_to_copy",
+    "split",
+    "layers",
     "exit_code",
     "wall_s",
     "same_sha",
