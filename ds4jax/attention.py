@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ds4jax import kv
 from ds4jax.cache import Chunk, LayerState
 from ds4jax.config import OVERLAPPED_RATIO, ModelConfig, Numerics
 from ds4jax.layers import (
@@ -30,8 +31,6 @@ from pallas_kernels import (
     sparse_attention,
     window_attention,
 )
-
-KV_QUANT_BLOCK = 64  # channels that share a scale in the FP8 rounding of keys (q2)
 
 
 @nnx.dataclass
@@ -137,7 +136,8 @@ class Attention(nnx.Module):
         if self.indexer is not None:
             selected = self.select(inputs, latent, table, state, chunk, numerics)
         with jax.named_scope("attend"):
-            heads = self.attend(queries, table, window_kv, selected, state, chunk)
+            compressed = self.entries(state, numerics)
+            heads = self.attend(queries, table, window_kv, selected, compressed, chunk)
         with jax.named_scope("output"):
             outputs = self.output(heads, numerics)
         return outputs, state, selected
@@ -148,7 +148,7 @@ class Attention(nnx.Module):
         table: rotary.Table,
         window_kv: jax.Array,
         selected: jax.Array | None,
-        state: LayerState,
+        compressed: jax.Array | None,
         chunk: Chunk,
     ) -> jax.Array:
         """One softmax over window, compressed entries and sink: [T, H, K].
@@ -162,7 +162,7 @@ class Attention(nnx.Module):
             return window_attention.window_attention(
                 queries,
                 window_kv,
-                state.compressed,
+                compressed,
                 self.attn_sink,
                 chunk.position,
                 ratio=max(self.ratio, 1),
@@ -170,11 +170,11 @@ class Attention(nnx.Module):
                 scale=scale,
                 **heads,
             )
-        assert state.compressed is not None
+        assert compressed is not None
         return sparse_attention.sparse_attention(
             queries,
             window_kv,
-            state.compressed,
+            compressed,
             selected,
             self.attn_sink,
             chunk.position,
@@ -182,6 +182,13 @@ class Attention(nnx.Module):
             scale=scale,
             **heads,
         )
+
+    def entries(self, state: LayerState, numerics: Numerics) -> jax.Array | None:
+        """The compressed entries [N, K] of `state`, in the compute dtype."""
+        if numerics.kv == "plain" or state.compressed is None:
+            return state.compressed
+        config = self.config
+        return kv.unpack(state.compressed, config.plain_channels, config.rope_channels)
 
     def rope(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """This layer's cos and sin at `positions`."""
@@ -196,13 +203,13 @@ class Attention(nnx.Module):
                 inputs.shape[0], self.config.num_attention_heads, self.config.head_dim
             )
 
-    def quantise_kv(self, kv: jax.Array, numerics: Numerics) -> jax.Array:
+    def quantise_kv(self, keys: jax.Array, numerics: Numerics) -> jax.Array:
         """The FP8 rounding of the channels without rotation (q2), rows [..., K]."""
         if not numerics.q2:
-            return kv
+            return keys
         plain = self.config.plain_channels
         return jnp.concatenate(
-            [codecs.fake_quant_fp8(kv[..., :plain], KV_QUANT_BLOCK), kv[..., plain:]], axis=-1
+            [codecs.fake_quant_fp8(keys[..., :plain], kv.BLOCK), keys[..., plain:]], axis=-1
         )
 
     def update(
@@ -218,8 +225,8 @@ class Attention(nnx.Module):
         Row j of window_kv stands at position chunk.position - (W - 1) + j.
         """
         with jax.named_scope("window"):
-            kv = rotary.apply_rope(self.kv_norm(self.wkv(inputs, numerics)), table)
-            window_kv = jnp.concatenate([state.window, self.quantise_kv(kv, numerics)])
+            keys = rotary.apply_rope(self.kv_norm(self.wkv(inputs, numerics)), table)
+            window_kv = jnp.concatenate([state.window, self.quantise_kv(keys, numerics)])
             window = jax.lax.dynamic_slice_in_dim(
                 window_kv, chunk.length, state.window.shape[0], axis=0
             )
@@ -232,9 +239,10 @@ class Attention(nnx.Module):
                 entries = rotary.apply_rope(
                     entries, self.rope(self.entry_positions(entries, chunk))
                 )
-                compressed = self.append(
-                    state.compressed, self.quantise_kv(entries, numerics), chunk
-                )
+                entries = self.quantise_kv(entries, numerics)
+                if numerics.kv == "fp8":
+                    entries = kv.pack(entries, self.config.rope_channels)
+                compressed = self.append(state.compressed, entries, chunk)
                 state = dataclasses.replace(state, compressed=compressed, carry=carry)
         if self.indexer is not None:
             assert state.index_keys is not None

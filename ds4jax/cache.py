@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from ds4jax import kv
 from ds4jax.config import OVERLAPPED_RATIO, ModelConfig, Numerics
 from ds4jax.run_config import RunConfig
 from pallas_kernels import compressor
@@ -63,7 +64,8 @@ class LayerState:
 
     window       [W - 1, K] compute dtype: keys of positions P - (W - 1) .. P - 1, normed, rotated
                  and quantised; rows of negative positions are zeros that no mask lets through
-    compressed   [N, K] compute dtype: entries 0 .. P // ratio - 1, then zeros (CSA, HCA)
+    compressed   [N, K] compute dtype: entries 0 .. P // ratio - 1, then zeros (CSA, HCA); rows of
+                 bytes with numerics.kv = "fp8", see `kv`
     carry        float32 gates and values of the open block, and with overlap of the last closed
                  one (CSA, HCA)
     index_keys   [N, Di] compute dtype: indexer keys of the same entries (CSA)
@@ -146,16 +148,20 @@ def empty_layer_state(
     if ratio == 0:
         return LayerState(window)
     rows = entry_rows(ratio, capacity_tokens)
+    if numerics.kv == "fp8":
+        compressed = jnp.zeros((rows, kv.row_bytes(config)), jnp.uint8)
+    else:
+        compressed = jnp.zeros((rows, head), dtype)
     if ratio != OVERLAPPED_RATIO:
         return LayerState(
             window,
-            compressed=jnp.zeros((rows, head), dtype),
+            compressed=compressed,
             carry=compressor.empty_carry(head, ratio=ratio, overlap=False),
         )
     index_head = config.index_head_dim
     return LayerState(
         window,
-        compressed=jnp.zeros((rows, head), dtype),
+        compressed=compressed,
         carry=compressor.empty_carry(2 * head, ratio=ratio, overlap=True),
         index_keys=jnp.zeros((rows, index_head), dtype),
         index_carry=compressor.empty_carry(2 * index_head, ratio=ratio, overlap=True),

@@ -285,6 +285,7 @@ def _check_number(field: dataclasses.Field, value: Any, what: str) -> None:
 
 
 SIMULATIONS = ("q1", "q2", "q3")
+KV_FORMS = ("plain", "fp8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,10 +297,13 @@ class Numerics:
     simulate  the activation quantisations that are reproduced: q1 = FP8 1x128 inputs of the FP8
               and FP4 linears, q2 = FP8 1x64 of the KV channels without rotation, q3 = FP4 1x32 of
               indexer queries and keys.
+    kv        how compressed entries are kept: "plain" in the compute dtype, or "fp8", which holds
+              what q2 leaves of them exactly, see `kv`; the results are the same.
     """
 
     compute: str = "bfloat16"
     simulate: tuple[str, ...] = ()
+    kv: str = "plain"
 
     def __post_init__(self) -> None:
         if self.compute not in ("float32", "bfloat16"):
@@ -315,6 +319,14 @@ class Numerics:
         object.__setattr__(
             self, "simulate", tuple(name for name in SIMULATIONS if name in self.simulate)
         )
+        if self.kv not in KV_FORMS:
+            raise ConfigError(f"config.numerics.kv is {self.kv!r}, expected 'plain' or 'fp8'")
+        if self.kv == "fp8" and not (self.q2 and self.compute == "bfloat16"):
+            raise ConfigError(
+                f"config.numerics.kv is 'fp8' with {self.compute} and simulations "
+                f"{','.join(self.simulate) or 'none'}: expected bfloat16 with q2, whose values it "
+                "holds, or config.numerics.kv='plain'"
+            )
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -342,7 +354,8 @@ class Numerics:
         return "q3" in self.simulate
 
     def __str__(self) -> str:
-        return f"{self.compute}+{'+'.join(self.simulate) or 'none'}"
+        kept = "" if self.kv == "plain" else f"+kv_{self.kv}"
+        return f"{self.compute}+{'+'.join(self.simulate) or 'none'}{kept}"
 
 
 PRESETS = {

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ds4jax.config import PRESETS, SIMULATIONS, ConfigError, Numerics
+from ds4jax.config import KV_FORMS, PRESETS, SIMULATIONS, ConfigError, Numerics
 
 LOGITS_MODES = ("last", "all", "none", "logprobs")
 EXCHANGES = ("copy", "collective")
@@ -76,6 +76,13 @@ class NumericsConfig(_Section):
         choices=(*SIMULATIONS, "none"),
     )
 
+    kv: str = _key(
+        "plain",
+        "How compressed KV entries are kept: plain = in the compute dtype; fp8 = 584 instead of "
+        "1,024 bytes each, with equal results (needs q2).",
+        choices=KV_FORMS,
+    )
+
     def resolve(self) -> Numerics:
         """The preset with the replacements applied."""
         preset = PRESETS[self.preset]
@@ -86,7 +93,9 @@ class NumericsConfig(_Section):
                 f"expected it or any of {', '.join(SIMULATIONS)}"
             )
         return Numerics(
-            self.compute or preset.compute, () if simulate == ("none",) else tuple(simulate)
+            self.compute or preset.compute,
+            () if simulate == ("none",) else tuple(simulate),
+            self.kv,
         )
 
 

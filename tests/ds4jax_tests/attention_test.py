@@ -240,7 +240,7 @@ def test_query_norm_uses_the_configured_eps():
         queries = attend.queries(inputs, ORACLE)[1]
         table = attend.rope(chunk.positions)
         window_kv, state = attend.update(inputs, table, state, chunk, ORACLE)
-        got = attend.attend(queries, table, window_kv, None, state, chunk)
+        got = attend.attend(queries, table, window_kv, None, state.compressed, chunk)
         queries = rotary.head_norm(queries, eps)
         assert np.all(np.mean(np.square(queries), axis=-1) < (1.001 if eps < 0.1 else 0.97))
         wanted = window_attention.window_attention(
