@@ -48,6 +48,37 @@ def _quantise(x_ref, out_ref):
     out_ref[...] = codecs.fake_quant_fp8(x_ref[...], BLOCK)
 
 
+def quantize_fp8(x: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """`codecs.quantize_fp8(x, 128)` of x [T, K] bfloat16, K a multiple of 128.
+
+    Codes e4m3 [T, K], scales as float32 [K / 128, T].
+    """
+    rows, width = x.shape
+    tile = (math.gcd(rows, ROWS), math.gcd(width, COLUMNS))
+    return pl.pallas_call(
+        functools.partial(_codes, tile=tile),
+        out_shape=(
+            jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((width // BLOCK, rows), jnp.float32),
+        ),
+        grid=(rows // tile[0], width // tile[1]),
+        in_specs=[pl.BlockSpec(tile, lambda t, k: (t, k))],
+        out_specs=(pl.BlockSpec(tile, lambda t, k: (t, k)), pl.no_block_spec),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="quantise_codes",
+    )(x)
+
+
+def _codes(x_ref, codes_ref, scale_ref, *, tile: tuple[int, int]):
+    codes, scales = codecs.quantize_fp8(x_ref[...], BLOCK)
+    codes_ref[...] = codes
+    row = pl.program_id(0) * tile[0] + jnp.arange(tile[0], dtype=jnp.int32)
+    blocks = tile[1] // BLOCK
+    block = pl.program_id(1) * blocks + jnp.arange(blocks, dtype=jnp.int32)
+    plt.store(scale_ref.at[block[None, :], row[:, None]], codecs.decode_e8m0(scales))
+
+
 def decode_fp8(codes: jax.Array, scales: jax.Array, *, interpret: bool = False) -> jax.Array:
     """`codecs.decode_fp8` to bfloat16, of codes [N, K] with N and K multiples of 128."""
     if codes.dtype != jnp.uint8:

@@ -47,7 +47,8 @@ def kernels(monkeypatch):
 
     def with_kernels(operation, implementation, refusal, *, interpret=False):
         if implementation in (None, "sm90") and refusal is None:
-            return "sm90"
+            # The FP8 product of Hopper is no call of Pallas that the interpreter below takes.
+            return "portable" if operation == "block_linear" else "sm90"
         return pick(operation, implementation, refusal, interpret=interpret)
 
     def interpreted(*args, name, **options):
