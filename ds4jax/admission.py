@@ -73,41 +73,47 @@ def workspace_bytes(
     rows: int,
     chunks: int = 1,
     temporaries: Mapping[str, int] | None = None,
+    *,
+    in_parts: bool = False,
 ) -> int:
     """Activation bytes of the most demanding layer part with `rows` rows.
 
-    chunks       of a micro-batch; several of them have their streams apart from the workspace
-    temporaries  what the programs of attend, route, experts and finish allocate, where it was
-                 measured; an upper estimate from the sizes of the largest activations without
+    chunks       of a micro-batch on the device; several have their streams apart from the workspace
+    temporaries  what the programs of attend, route, experts and finish allocate, where it is known;
+                 an upper estimate from the sizes of the largest activations without
+    in_parts     whether a layer's experts come in several slabs, each of which visits all chunks:
+                 then all of these keep what they were routed to
     """
     width = numerics.dtype.itemsize
     streams = rows * config.hc_mult * config.hidden_size * width
-    heads = rows * config.num_attention_heads * config.head_dim * width
     slots = rows * config.num_experts_per_tok * config.hidden_size * width
     # Normed inputs; ids and weights; what the hyper-connection needs to finish.
     maps = config.hc_mult * (config.hc_mult + 1)
     routing = rows * (config.hidden_size * width + config.num_experts_per_tok * 8 + maps * 4)
+    temp = {**estimated_temporaries(config, numerics, rows), **(temporaries or {})}
+    held = chunks if in_parts else 1
+    parts = (
+        temp["attend"] + (held - 1) * routing,
+        temp["route"] + held * routing,
+        max(temp["experts"], temp["finish"]) + held * (routing + slots),
+        min(rows, HEAD_ROWS) * config.vocab_size * 4,
+    )
+    return (streams if chunks == 1 else 0) + max(parts) + _RUNTIME_BYTES
+
+
+def estimated_temporaries(config: ModelConfig, numerics: Numerics, rows: int) -> dict[str, int]:
+    """At most what the programs of attend, route, experts and finish allocate for `rows` rows."""
+    width = numerics.dtype.itemsize
+    heads = rows * config.num_attention_heads * config.head_dim * width
     # Queries, rotated queries and outputs. One matrix at a time is expanded to the compute dtype.
     matrix = config.num_attention_heads * config.head_dim * config.q_lora_rank * width
-    estimates = {
+    return {
         "attend": 7 * heads // 2 + matrix,
         "route": 2 * rows * config.n_routed_experts * 4,
         # Gate, up and hidden of every slot.
         "experts": 3 * rows * config.num_experts_per_tok * config.moe_intermediate_size * 4,
-        "finish": streams,
+        "finish": rows * config.hc_mult * config.hidden_size * width,
     }
-    temp = {**estimates, **(temporaries or {})}
-    head = min(rows, HEAD_ROWS) * config.vocab_size * 4
-    # While a chunk attends, what the one before it was routed to is still there.
-    before = routing + slots if chunks > 1 else 0
-    parts = (
-        temp["attend"] + before,
-        temp["route"] + routing,
-        temp["experts"] + routing + slots,
-        temp["finish"] + routing + slots,
-        head,
-    )
-    return (streams if chunks == 1 else 0) + max(parts) + _RUNTIME_BYTES
 
 
 def locking_bytes(host_bytes: int) -> int:

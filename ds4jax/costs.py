@@ -181,6 +181,11 @@ class LayerTable:
         if not self.rows:
             raise PlanError(f"{where}: the table of layer times is empty: probe the machine again")
 
+    @property
+    def least_rows(self) -> int:
+        """The shortest chunk that was measured."""
+        return min(row["tokens"] for row in self.rows)
+
     def to_json(self) -> dict[str, Any]:
         """What the constructor takes."""
         return {
@@ -204,17 +209,24 @@ class LayerTable:
             for part, each in work(config, layer, rows, positions).items()
         }
 
-    def temp_bytes(self, config: ModelConfig, layer: int, part: str, rows: int) -> int | None:
-        """Bytes that the program of a part allocates; None where it was not measured."""
+    def temp_bytes(
+        self, config: ModelConfig, layer: int, part: str, rows: int, capacity: int
+    ) -> int | None:
+        """Bytes that the program of a part allocates; None where it was not measured.
+
+        capacity  tokens that the state has room for; a row was measured with as many as it needed
+        """
         if any(self.widths.get(name) != getattr(config, name) for name in _WIDTHS):
             return None
-        measured: dict[int, int] = {}
+        sizes: dict[int, dict[int, int]] = {}
         for row in self.rows:
             found = row["parts"][part].get("temp_bytes")
             if row["kind"] == config.kind(layer).value and found is not None:
-                measured[row["tokens"]] = max(found, measured.get(row["tokens"], 0))
-        if not measured:
+                room = row["position"] + row["tokens"]
+                sizes.setdefault(row["tokens"], {})[room] = found
+        if not sizes:
             return None
+        measured = {count: _line(by_room, capacity) for count, by_room in sizes.items()}
         tokens = sorted(measured)
         if rows > tokens[-1]:
             return -(-measured[tokens[-1]] * rows // tokens[-1])
@@ -254,6 +266,17 @@ class LayerTable:
         low = int(at)
         high = min(low + 1, len(sizes) - 1)
         return curves[low] + (at - low) * (curves[high] - curves[low])
+
+
+def _line(points: Mapping[int, int], at: int) -> int:
+    """Interpolated between points; beyond the last one as steep as before it, if that rises."""
+    places = sorted(points)
+    value = float(np.interp(at, places, [points[place] for place in places]))
+    if len(places) > 1 and at > places[-1]:
+        (low, high) = places[-2:]
+        slope = max(points[high] - points[low], 0) / (high - low)
+        value += slope * (at - high)
+    return int(np.ceil(value))
 
 
 def widths(config: ModelConfig) -> dict[str, int]:

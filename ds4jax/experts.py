@@ -33,7 +33,7 @@ from streaming.readers import READERS
 log = logging.getLogger(__name__)
 
 # Until they are measured: the rate of a PCIe 5.0 x16 link, and the time of a layer on few rows.
-LINK_BYTES_PER_S = 50e9
+LINK_BYTES_PER_S = 55e9
 LAYER_SECONDS = 2e-3
 MADE_EXPERTS = 64  # synthetic experts that are made at once on their way to the host
 

@@ -572,7 +572,7 @@ def _least_price(problem: Problem) -> admission.Price:
                 + problem.head_bytes
                 + sum(layer.dense_bytes for layer in problem.layers),
                 state_bytes=schedule.sequences * sum(layer.state_bytes for layer in problem.layers),
-                workspace_bytes=max(layer.workspace_bytes for layer in problem.layers),
+                workspace_bytes=max(schedule.workspace_bytes),
                 resident_bytes=residents * problem.expert_bytes,
                 slab_bytes=ring * problem.expert_bytes if streams else 0,
                 micro_batch_bytes=schedule.activation_bytes,

@@ -254,7 +254,7 @@ class Run:
         total, rows = len(work.rows), int(work.rows.max())
         model, hidden = self.model, self.model.hidden_size * self.numerics.dtype.itemsize
         streams = model.hc_mult * hidden
-        # Normed inputs and slots, kept of all chunks where a layer's experts come in several slabs.
+        # Normed inputs and slots of a chunk.
         beside = (1 + model.num_experts_per_tok) * hidden
         by_kind = {model.layer_ratios[layer]: self._layer_ns(layer, work) for layer in layers}
         first, last = 0 in layers, model.num_hidden_layers - 1 in layers
@@ -264,7 +264,6 @@ class Run:
             per_pass = ceil_div(int(work.tokens.sum()), passes)
             moved = self._distinct(per_pass, tier)
             in_parts = waves or moved < self.experts
-            kept = streams + (beside if in_parts else 0)
             place = activations if several else "device"
             if place == "host" and self.waiting_bytes(tokens) > self._waiting_limit():
                 continue
@@ -275,10 +274,6 @@ class Run:
                 # Streams come to attend, and to finish once more where slabs are parts of a layer.
                 crossing = streams + (streams + 2 * beside if in_parts else 0)
                 wave_ns += together * transfer_ns(rows * beside, self._host_rate())
-            before = max(
-                self._workspace(layer, rows, count) - self._workspace(layer, rows, 1)
-                for layer in layers
-            )
             buffers = count * rows * streams if stages > 1 else 0
             yield Schedule(
                 order="layer_major" if several else "chunk_major",
@@ -291,7 +286,10 @@ class Run:
                     by_kind[model.layer_ratios[layer]][1] // passes for layer in layers
                 ),
                 distinct=(moved,) * len(layers),
-                activation_bytes=on_device * rows * kept + before if several else 0,
+                activation_bytes=on_device * rows * streams if several else 0,
+                workspace_bytes=tuple(
+                    self._workspace(layer, rows, on_device, in_parts=in_parts) for layer in layers
+                ),
                 handoff_bytes=ceil_div(int(work.rows.sum()) * streams, passes),
                 receive_bytes=buffers,
                 send_bytes=buffers,
@@ -362,13 +360,17 @@ class Run:
             mode = "routed" if routed else "whole"
         return everything if mode == "whole" else min(math.ceil(expected), everything)
 
-    def _workspace(self, layer: int, rows: int, chunks: int) -> int:
-        temporaries = {
-            part: self.machine.table.temp_bytes(self.model, layer, part, rows)
-            for part in costs.PARTS
-        }
-        known = {part: found for part, found in temporaries.items() if found is not None}
-        return admission.workspace_bytes(self.model, self.numerics, rows, chunks, known)
+    def _workspace(self, layer: int, rows: int, chunks: int, *, in_parts: bool = False) -> int:
+        table, known = self.machine.table, {}
+        estimates = admission.estimated_temporaries(self.model, self.numerics, rows)
+        for part in costs.PARTS:
+            found = table.temp_bytes(self.model, layer, part, rows, self.capacity)
+            if found is not None:
+                # Fewer rows than any that were measured need no more than those.
+                known[part] = min(found, estimates[part]) if rows < table.least_rows else found
+        return admission.workspace_bytes(
+            self.model, self.numerics, rows, chunks, known, in_parts=in_parts
+        )
 
     def _embed_ns(self, work: _Chunks, passes: int) -> int:
         """Writing the streams."""

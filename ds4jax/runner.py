@@ -203,13 +203,17 @@ class Runner:
         slabs: LayerSlabs,
         slots: jax.Array,
     ) -> dict[str, jax.stages.Lowered]:
-        """The programs of a layer's parts for arguments of these shapes; runs nothing."""
+        """The programs of a layer's parts for arguments of these shapes; runs nothing.
+
+        "more experts" are those of a later call for other experts of the layer.
+        """
         attend, finish = self._attend_parts[layer], self._finish_parts[layer]
         limit, rounded = self.config.swiglu_limit, self.numerics.q1
         return {
             "attend": _attend.lower(attend, streams, state, chunk, self.numerics),
             "route": _route.lower(self._route_parts[layer], streams, chunk, self.numerics),
             "experts": _experts.lower(routing, *slabs, None, limit, rounded),
+            "more experts": _experts.lower(routing, *slabs, slots, limit, rounded),
             "finish": _finish.lower(finish, streams, routing, slots, self.numerics),
         }
 

@@ -152,6 +152,7 @@ class Schedule:
     wave_ns               computation that every part of a layer's experts but the first adds, at
                           speed 1000: the residents are a part, and every slab is one.
     sequences             whose states are held at once; `LayerCost.state_bytes` is that of one.
+    workspace_bytes       per layer, where the order of work decides; () = those of the layers.
     """
 
     order: str
@@ -170,6 +171,7 @@ class Schedule:
     activations: str = "device"
     wave_ns: int = 0
     sequences: int = 1
+    workspace_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.order not in ("chunk_major", "layer_major"):
@@ -199,14 +201,14 @@ class Schedule:
             layer_link_bytes=self.layer_link_bytes,
             wave_ns=self.wave_ns,
         )
-        for name in ("compute_ns", "distinct", "expert_ns"):
-            for value in getattr(self, name):
+        for name in ("compute_ns", "distinct", "expert_ns", "workspace_bytes"):
+            values = getattr(self, name)
+            for value in values:
                 _check(self, 0, **{name: value})
-        if self.expert_ns and len(self.expert_ns) != len(self.compute_ns):
-            raise PlanError(
-                f"Schedule.expert_ns has {len(self.expert_ns)} values for {len(self.compute_ns)} "
-                "layers"
-            )
+            if values and len(values) != len(self.compute_ns):
+                raise PlanError(
+                    f"Schedule.{name} has {len(values)} values for {len(self.compute_ns)} layers"
+                )
         for part, whole in zip(self.expert_ns, self.compute_ns, strict=False):
             if part > whole:
                 raise PlanError(f"Schedule.expert_ns has {part} of a layer that takes {whole}")

@@ -80,7 +80,8 @@ class RangeTable:
         work = total(schedule.compute_ns)
         work += np.where(begin == 0, schedule.embed_ns, 0)
         work += np.where(end == n, schedule.head_ns, 0)
-        space = np.array([layer.workspace_bytes for layer in problem.layers], np.int64)
+        space = schedule.workspace_bytes or [layer.workspace_bytes for layer in problem.layers]
+        space = np.array(space, np.int64)
         self.memory = {
             "dense weights": total(layer.dense_bytes for layer in problem.layers),
             "state": total(layer.state_bytes for layer in problem.layers) * schedule.sequences,

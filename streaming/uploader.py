@@ -2,7 +2,8 @@
 
 The thread that dispatches the compute also issues the copies, because the device orders a copy
 behind whatever was queued before it. Two threads only wait: one for copies (then the host slot may
-be refilled), one for outputs (then the device memory of a slab is free again).
+be refilled, and the device memory of a slab that has been used up by then is free again), one for
+outputs, which bound how far dispatching is ahead.
 """
 
 import dataclasses
@@ -32,7 +33,8 @@ class Unit:
 
     rows         leading extent of the slab on the device
     direct       the items are one contiguous piece that fills the slab: nothing to assemble
-    price_bytes  device memory from issue to the end of the compute
+    price_bytes  device memory from issue until it was computed, as far as dispatching goes, and
+                 its copy has come
     state        planned, issued, taken, computing, done
     The *_s fields are clock readings, None for what has not happened.
     """
@@ -96,7 +98,7 @@ class Uploader:
         self.waits: list[tuple[str, Unit, int | None, float]] = []
         self._copies: queue.SimpleQueue[tuple[Unit, Any] | None] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[tuple[Unit, Any, Any] | None] = queue.SimpleQueue()
-        self._watched = self._computing = 0
+        self._watched = self._computing = self._coming = 0
         self._threads: list[threading.Thread] = []
         monitor.describe = self.describe
         if ring is not None:
@@ -111,6 +113,7 @@ class Uploader:
                 thread.start()
         self.units, self.issued, self.last_computed = [], 0, -1
         self.live_bytes = self.live_units = self.peak_bytes = self.peak_units = 0
+        self._coming = 0
         self.waits = []
         self.trace.clear()
 
@@ -183,6 +186,10 @@ class Uploader:
             self.last_computed = unit.index
             self._watched += 1
             self._computing += 1
+            if unit.copied:
+                self._free(unit)
+            else:
+                self._coming += 1
         self._outputs.put((unit, reached, output))
 
     def drain(self) -> None:
@@ -300,12 +307,21 @@ class Uploader:
             return list(pieces)
         return [part for piece in pieces for part in split_piece(piece)]
 
+    def _free(self, unit: Unit) -> None:
+        self.live_units -= 1
+        self.live_bytes -= unit.price_bytes
+
     def _has_room(self, unit: Unit) -> bool:
-        if self.live_units < arithmetic.live_bound(self.window) and (
-            self.budget_bytes is None or self.live_bytes + unit.price_bytes <= self.budget_bytes
+        before = arithmetic.last_to_be_ready(unit.index, self.window)
+        if (
+            (before < 0 or self.units[before].state == "done")
+            and self.live_units < arithmetic.live_bound(self.window)
+            and (
+                self.budget_bytes is None or self.live_bytes + unit.price_bytes <= self.budget_bytes
+            )
         ):
             return True
-        if self._computing == 0:
+        if self._computing == self._coming == 0:
             # Waiting would never end: nothing that was dispatched can give memory back.
             raise StreamError(
                 f"{unit} needs {unit.price_bytes} bytes beside {self.live_bytes} of "
@@ -335,6 +351,9 @@ class Uploader:
             job = arrays = None
             with self.monitor.changed:
                 unit.copied, unit.copied_s = True, self.clock()
+                if unit.state in ("computing", "done"):
+                    self._coming -= 1
+                    self._free(unit)
                 if unit.request is not None and self.ring is not None:
                     try:
                         self.ring.release(unit.request)
@@ -363,9 +382,8 @@ class Uploader:
             job = reached = output = None
             with self.monitor.changed:
                 unit.state, unit.done_s = "done", self.clock()
-                self.live_units -= 1
-                self.live_bytes -= unit.price_bytes
                 self._computing -= 1
+                self._event("ready", unit)
                 if failure is not None:
                     self.monitor.fail_locked(failure)
                 self._watched -= 1

@@ -7,7 +7,10 @@ which they are computed. With a window of W:
   is allocated after a program was queued may be written only after that program, so a copy issued
   later would not run beside it.
 * before the copy of unit i + W is issued, the output of unit i - 2 is ready. Unit i - 1 may still
-  be running, so the device never idles, and at most W + 2 units are alive.
+  be running, so the device never idles, and dispatching is at most two units ahead.
+* at most W + 1 units are alive. A unit's memory is given back when its programs have been
+  dispatched and its copy has come, whether they have run or not: whatever is put there next waits
+  for them on the device.
 """
 
 from collections.abc import Iterable
@@ -17,8 +20,13 @@ from streaming.errors import BudgetError
 
 
 def live_bound(window: int) -> int:
-    """Units that may be on the device at once."""
-    return window + 2
+    """Units that may have memory on the device at once."""
+    return window + 1
+
+
+def last_to_be_ready(unit: int, window: int) -> int:
+    """The last unit whose output is ready before the copy of `unit` is issued."""
+    return unit - window - 2
 
 
 def last_to_issue(unit: int, window: int, known: int) -> int:
@@ -57,7 +65,7 @@ class Event(NamedTuple):
     """Something that happened to a unit.
 
     kind        "known" when it entered the plan, "issue" when its copy had been issued, "compute"
-                when it was handed out to be computed
+                when it was handed out to be computed, "ready" when its output was
     live_units, live_bytes   on the device at that moment
     """
 
@@ -71,6 +79,7 @@ def violations(events: Iterable[Event], window: int, budget_bytes: int | None) -
     """Where a run broke the rules of the window; empty for a correct one."""
     wrong: list[str] = []
     known = issued = computed = 0
+    ready: set[int] = set()
     for event in events:
         if event.kind == "known":
             known = event.unit + 1
@@ -78,6 +87,11 @@ def violations(events: Iterable[Event], window: int, budget_bytes: int | None) -
             if event.unit != issued:
                 wrong.append(f"unit {event.unit} was issued after {issued - 1}")
             issued = event.unit + 1
+            before = last_to_be_ready(event.unit, window)
+            if before >= 0 and before not in ready:
+                wrong.append(f"unit {event.unit} was issued before the output of {before}")
+        elif event.kind == "ready":
+            ready.add(event.unit)
         else:
             if event.unit != computed:
                 wrong.append(f"unit {event.unit} was computed after {computed - 1}")

@@ -86,8 +86,9 @@ class Bench:
             }
         lowered = runner.lower(layer, **held, chunk=chunk, slabs=self.slabs[layer])
         for name, program in lowered.items():
-            memory = program.compile().memory_analysis()
-            found[name]["temp_bytes"] = memory.temp_size_in_bytes if memory else None
+            memory, part = program.compile().memory_analysis(), found[name.split()[-1]]
+            if memory:
+                part["temp_bytes"] = max(memory.temp_size_in_bytes, part.get("temp_bytes", 0))
         ids = np.asarray(held["routing"].ids)
         found["distinct"] = len(set(ids[ids >= 0].tolist()))
         found["finite"] = bool(jnp.isfinite(held["slots"]).all())

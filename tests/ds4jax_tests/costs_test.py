@@ -85,11 +85,16 @@ def test_a_table_that_is_not_complete_is_refused():
 def test_temporaries_are_those_of_the_model_that_was_measured():
     record = copy.deepcopy(costs.measured_h200().to_json())
     for row in record["rows"]:
-        row["parts"]["attend"]["temp_bytes"] = 1_000_000
+        row["parts"]["attend"]["temp_bytes"] = 1_000_000 + max(row["position"] - 8192, 0)
+        row["parts"]["experts"].pop("temp_bytes", None)
     table = costs.LayerTable(record)
-    assert table.temp_bytes(FLASH, CSA, "attend", 8192) == 1_000_000
-    assert table.temp_bytes(FLASH, CSA, "attend", 16_384) == 2_000_000
-    assert table.temp_bytes(FLASH, CSA, "attend", 128) == 1_000_000
-    assert table.temp_bytes(FLASH, CSA, "route", 8192) is None
+    assert table.temp_bytes(FLASH, CSA, "attend", 8192, 8192) == 1_000_000
+    assert table.temp_bytes(FLASH, CSA, "attend", 16_384, 8192) == 2_000_000
+    assert table.temp_bytes(FLASH, CSA, "attend", 128, 8192) == 1_000_000
+    # They grow with the state from one that was measured to the next, and beyond the last.
+    assert table.temp_bytes(FLASH, CSA, "attend", 8192, 32_768) == 1_016_384
+    assert table.temp_bytes(FLASH, CSA, "attend", 8192, 20_480) == 1_008_192
+    assert table.temp_bytes(FLASH, CSA, "attend", 8192, 57_344) == 1_032_768
+    assert table.temp_bytes(FLASH, CSA, "experts", 8192, 8192) is None
     other = dataclasses.replace(FLASH, hidden_size=2048)
-    assert table.temp_bytes(other, CSA, "attend", 8192) is None
+    assert table.temp_bytes(other, CSA, "attend", 8192, 8192) is None

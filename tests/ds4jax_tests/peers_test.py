@@ -219,13 +219,13 @@ def test_shares_are_cut_from_the_end_and_budgets_add_up():
     least = 2 * live_bound(1) * 8
     budgets = peers.budgets(found, 10_000, 8, 1)
     assert budgets == {"peer": 2_900, "relay": 5_000, "disk": 2_100}
-    budgets = peers.budgets(found, 3 * least + 20, 8, 1)
-    assert budgets == {"peer": least + 5, "relay": least + 11, "disk": least + 4}
+    budgets = peers.budgets(found, 3 * least + 12, 8, 1)
+    assert budgets == {"peer": least + 3, "relay": least + 7, "disk": least + 2}
     assert peers.budgets(found, 3 * least - 1, 8, 1) == dict.fromkeys(found, least)
     # In two waves a path has room for half of its experts, rounded up.
     assert peers.slab_rows(found, 2) == {"peer": 15, "relay": 25, "disk": 11}
     exact = (15 + 25 + 11) * live_bound(1) * 8
-    assert peers.budgets(found, exact, 8, 1) == {"peer": 360, "relay": 600, "disk": 264}
+    assert peers.budgets(found, exact, 8, 1) == {"peer": 240, "relay": 400, "disk": 176}
     assert peers.budgets(found, None, 8, 1) == dict.fromkeys(found)
     assert peers.budgets({"ram": streamed}, 77, 8, 1) == {"ram": 77}
 
@@ -316,7 +316,7 @@ def machine_file(
 
 STREAMED = {"streaming.resident_fraction": 0.5, "streaming.order": "layer_major"}
 HALF = LAYERS * EXPERTS // 2
-RING = 3 * (2 + 6)  # experts of the smallest ring, which the neighbour needs beside what it holds
+RING = live_bound(1) * (2 + 6)  # experts of the smallest ring, which a neighbour needs as well
 
 
 @pytest.mark.parametrize("mode", ["whole", "routed"])
@@ -407,7 +407,7 @@ def test_neighbours_are_not_asked_without_leave_or_links(off, reference, tmp_pat
 
 
 def test_neighbours_serve_slabs_that_are_parts_of_layers(reference, tmp_path):
-    path, slabs = machine_file(tmp_path, 1e8, 1e9), 3 * (4 + 6) * ITEM
+    path, slabs = machine_file(tmp_path, 1e8, 1e9), 2 * (4 + 6) * ITEM
     with load(
         machine__file=path,
         streaming__slab_bytes=slabs,

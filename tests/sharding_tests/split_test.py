@@ -49,7 +49,8 @@ def residency_by_scan(problem, schedule, stage, ring):
     fixed = schedule.activation_bytes
     fixed += sum(problem.layers[i].dense_bytes for i in layers)
     fixed += schedule.sequences * sum(problem.layers[i].state_bytes for i in layers)
-    fixed += max(problem.layers[i].workspace_bytes for i in layers)
+    spaces = schedule.workspace_bytes or [layer.workspace_bytes for layer in problem.layers]
+    fixed += max(spaces[i] for i in layers)
     fixed += problem.embed_bytes if stage.begin == 0 else schedule.receive_bytes
     fixed += problem.head_bytes if stage.end == len(problem.layers) else schedule.send_bytes
     if fixed > device.memory_bytes:
@@ -296,6 +297,7 @@ def random_problem(seed, *, limited=None, peers=None):
             layer_link_bytes=rng.choice([0, 0, 6]),
             wave_ns=rng.choice([0, 0, 2]),
             sequences=rng.choice([1, 1, 2]),
+            workspace_bytes=tuple(spread(0, 4) for _ in rows) if rng.random() < 0.3 else (),
         )
         for i in range(rng.randint(1, 3))
     )

@@ -145,7 +145,7 @@ def check_run(streamer, steps, residency, found, ledger):
     assert ledger.total_bytes <= ledger.predicted.most_bytes
     if streamer.budget_bytes is not None:
         assert ledger.peak_live_bytes <= streamer.budget_bytes
-    assert ledger.peak_live_units <= streamer.window + 2
+    assert ledger.peak_live_units <= streamer.window + 1
     assert streamer.violations() == []
 
 
@@ -153,7 +153,7 @@ def run_cell(percent, window, waves, tier, mode, locate):
     per_layer = resident_per_layer(LAYERS, ITEMS, LAYOUT.item_bytes, fraction=percent / 100)
     residency = even(LAYERS, ITEMS, per_layer)
     # In a partial slab an item counts twice: in its piece and in its place.
-    budget = None if waves == "layer" else (window + 2) * (4 if mode == "whole" else 8)
+    budget = None if waves == "layer" else (window + 1) * (4 if mode == "whole" else 8)
     with machine(residency, tier=tier, locate=locate, window=window, budget_items=budget) as (
         streamer,
         device,
@@ -284,7 +284,7 @@ def test_whole_prompt_of_eighteen_tokens_with_as_many_slots_as_choices():
     ids = {
         step: np.random.default_rng(step).integers(0, ITEMS, (18, TOP)) for step in range(LAYERS)
     }
-    with machine(residency, budget_items=3 * 2 * TOP) as (streamer, device):
+    with machine(residency, budget_items=2 * 2 * TOP) as (streamer, device):
         assert streamer.partial_items == TOP
         steps = [Step(layer, "routed") for layer in range(LAYERS)]
         found = testing.run_steps(streamer, steps, device, ids=ids.__getitem__)
@@ -427,8 +427,8 @@ def test_calls_out_of_order_are_named():
 def test_plans_that_cannot_work_are_refused(locate):
     streamed = even(LAYERS, ITEMS, 0).streamed
     store = filled_store(streamed)
-    with pytest.raises(BudgetError, match="holds less than 3 items"):
-        Streamer(LAYOUT, streamed, store=store, budget_bytes=2 * LAYOUT.item_bytes)
+    with pytest.raises(BudgetError, match="holds less than 2 items"):
+        Streamer(LAYOUT, streamed, store=store, budget_bytes=1 * LAYOUT.item_bytes)
     tight = Streamer(LAYOUT, streamed, store=store, budget_bytes=3 * LAYOUT.item_bytes)
     with pytest.raises(BudgetError, match="raise the budget to at least"):
         tight.start([Step(0, "routed")])

@@ -134,7 +134,7 @@ def test_paths_of_different_waves():
         link=PeerLink(HERE, PEER),
         tier="relay",
         window=0,
-        budget_bytes=2 * 2 * LAYOUT.item_bytes,
+        budget_bytes=2 * LAYOUT.item_bytes,
     )
     uneven = Tiers([tiers.streamers[0], slow, tiers.streamers[2]])
     _, steps, ledger = run(uneven, "whole")
@@ -145,7 +145,7 @@ def test_paths_of_different_waves():
 
 
 def test_peer_store_in_waves_reads_parts_of_its_blocks():
-    tiers = make(window=0, budget_bytes=2 * 2 * LAYOUT.item_bytes)
+    tiers = make(window=0, budget_bytes=2 * LAYOUT.item_bytes)
     _, steps, ledger = run(tiers, "whole")
     assert ledger.units == LAYERS * 2 * 3
     for layer, found in enumerate(steps):

@@ -18,7 +18,9 @@ def run(units, depth, known_step=None):
             events.append(Event("known", unit, live, live))
             known = unit + 1
         while issued <= window.last_to_issue(unit, depth, known):
-            # The output of unit issued - depth - 2 is ready before this copy is issued.
+            before = window.last_to_be_ready(issued, depth)
+            if before >= 0:
+                events.append(Event("ready", before, live, live))
             live = min(live, window.live_bound(depth) - 1) + 1
             events.append(Event("issue", issued, live, live))
             issued += 1
@@ -55,6 +57,9 @@ def test_other_broken_rules_are_seen():
     assert "5 units alive" in window.violations([*good, Event("compute", 5, 5, 0)], 1, None)[-1]
     assert "9 bytes alive" in window.violations([*good, Event("compute", 5, 1, 9)], 1, 8)[-1]
     assert "unit 7 was issued after 4" in window.violations([*good, Event("issue", 7, 1, 1)], 1, 8)
+    late = [event for event in good if event != Event("ready", 1, 2, 2)]
+    assert len(late) == len(good) - 1
+    assert window.violations(late, 1, None) == ["unit 4 was issued before the output of 1"]
     assert "unit 0 was computed after 4" in window.violations(
         [*good, Event("compute", 0, 1, 1)], 1, 8
     )
