@@ -10,13 +10,9 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.codecs.decode import power_of_two
 
-BLOCK = 128
-# Of a program: rows, blocks of channels and warps; columns that are put back.
 ROWS = 32
-GROUP = 1
-WARPS = 4
+BLOCK = 128
 COLUMNS = 512
-PUT_WARPS = 8
 
 
 def arrange(
@@ -41,9 +37,9 @@ def arrange(
     arrays = (used, x) if source is None else (used, x, source)
     return pl.pallas_call(
         functools.partial(_kernel, order=order, quantize=quantize, places=places),
-        grid=(blocks // GROUP, pl.cdiv(places, ROWS)),
+        grid=(blocks, pl.cdiv(places, ROWS)),
         out_shape=out,
-        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="routed_experts_arrange",
     )(*arrays)
@@ -62,7 +58,7 @@ def put_back(
         _put_back_kernel,
         grid=(hidden // COLUMNS, pl.cdiv(places, ROWS)),
         out_shape=jax.ShapeDtypeStruct(slots.shape, slots.dtype),
-        compiler_params=plt.CompilerParams(num_warps=PUT_WARPS, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
         input_output_aliases={3: 0},
         interpret=interpret,
         name="routed_experts_put_back",
@@ -85,7 +81,7 @@ def _put_back_kernel(used_ref, y_ref, source_ref, _, out_ref):
 
 def _kernel(used_ref, x_ref, *refs, order, quantize, places):
     *source, out_ref, scale_ref = refs
-    first_block, first = pl.program_id(0) * GROUP, pl.program_id(1) * ROWS
+    block, first = pl.program_id(0), pl.program_id(1) * ROWS
 
     @pl.when(first < used_ref[0])
     def _():
@@ -112,15 +108,14 @@ def _kernel(used_ref, x_ref, *refs, order, quantize, places):
                 + lax.rem(lax.div(within, 8), 2) * 2
                 + lax.rem(within, 2)
             )
-        for block in range(GROUP):
-            block = first_block + block
-            x = x_ref[row[:, None], block * BLOCK + channel[None, :]]
-            if quantize:
-                x, scale = _codes(x.astype(jnp.float32))
-                plt.store(scale_ref.at[block, place], scale, mask=valid)
-                x = x.astype(out_ref.dtype)
-            column = block * BLOCK + position
-            plt.store(out_ref.at[place[:, None], column[None, :]], x, mask=valid[:, None])
+        x = x_ref[row[:, None], block * BLOCK + channel[None, :]]
+        column = block * BLOCK + position
+        if quantize:
+            x = x.astype(jnp.float32)
+            x, scale = _codes(x)
+            plt.store(scale_ref.at[block, place], scale, mask=valid)
+            x = x.astype(out_ref.dtype)
+        plt.store(out_ref.at[place[:, None], column[None, :]], x, mask=valid[:, None])
 
 
 def _codes(x):
