@@ -232,7 +232,10 @@ class StreamingConfig(_Section):
         choices=PLACES,
     )
     window: int | None = _key(
-        None, "Slabs that are copied ahead. Default: 1 from host memory, 2 from disk.", minimum=0
+        None,
+        "Slabs that are copied ahead. Default: as the plan expects the least time, at least 1 from "
+        "host memory and 2 from disk.",
+        minimum=0,
     )
     mode: str = _key(
         "auto",
