@@ -272,8 +272,10 @@ class Run:
             wave_ns, crossing = together * _PART_NS, 0
             if place == "host":
                 # Streams come to attend, and to finish once more where slabs are parts of a layer.
-                crossing = streams + (streams + 2 * beside if in_parts else 0)
-                wave_ns += together * transfer_ns(rows * beside, self._host_rate())
+                crossing = streams
+                if in_parts:
+                    crossing += streams + 2 * beside
+                    wave_ns += together * transfer_ns(rows * beside, self._host_rate())
             buffers = count * rows * streams if stages > 1 else 0
             yield Schedule(
                 order="layer_major" if several else "chunk_major",

@@ -157,6 +157,10 @@ def test_price_of_activations_on_the_host_is_that_of_their_way():
         held = [schedule.activation_bytes for schedule in others]
         chunks = [schedule.micro_batch_tokens // 8192 for schedule in others]
         assert chunks == [2, 4, 8, 16]
+        # Slots of experts cross between parts, so they take time where there are several.
+        parts = [schedule.wave_ns for schedule in others]
+        alone = [count * first.wave_ns for count in chunks]
+        assert all(map(int.__gt__, parts, alone)) if waves else parts == alone
         # No more than four chunks are on the device.
         assert held[0] < held[1] == held[2] == held[3]
 
