@@ -2,8 +2,9 @@
 
 A program holds the queries of up to 64 heads and walks over the token's keys in blocks with an
 online softmax: first its window, then the compressed entries, either a contiguous prefix or the
-rows of a list. Everything that depends on other tokens of the call is outside: a token's result
-has the same bits wherever it stands in a chunk.
+rows of a list. It is one loop, so that the next block is always on its way. Everything that depends
+on other tokens of the call is outside: a token's result has the same bits wherever it stands in a
+chunk.
 
 Norm and rotation of the queries and the rotation of the outputs run in the same program, with the
 roundings of `rotary`: apart, each would move as many bytes as the attention.
@@ -82,25 +83,24 @@ def attend(
     tokens, heads, width = q.shape
     group = math.gcd(heads, config.heads)
     block = config.keys
-    arrays: dict[str, jax.Array] = {"window": window_kv}
+    # One array behind the other: one loop then walks over both, and entries are on their way while
+    # the window is multiplied.
+    keys = window_kv if entries is None else jnp.concatenate([window_kv, entries])
+    arrays: dict[str, jax.Array] = {"keys": keys}
     specs = [pl.no_block_spec]
-    if entries is not None:
-        arrays["entries"] = entries
-        specs.append(pl.no_block_spec)
-        if indices is not None:
-            padded = -(-indices.shape[1] // block) * block
-            if padded != indices.shape[1]:
-                indices = jnp.pad(
-                    indices, ((0, 0), (0, padded - indices.shape[1])), constant_values=-1
-                )
-            arrays["indices"] = indices
-            specs.append(pl.BlockSpec((None, padded), lambda t, h: (t, 0)))
+    if indices is not None:
+        padded = -(-indices.shape[1] // block) * block
+        if padded != indices.shape[1]:
+            indices = jnp.pad(indices, ((0, 0), (0, padded - indices.shape[1])), constant_values=-1)
+        arrays["indices"] = indices
+        specs.append(pl.BlockSpec((None, padded), lambda t, h: (t, 0)))
     if rope is not None:
         arrays |= {"cos": rope[0], "sin": rope[1]}
         specs += [pl.no_block_spec] * 2
     kernel = functools.partial(
         _kernel,
         names=tuple(arrays),
+        entries=0 if entries is None else entries.shape[0],
         ratio=ratio,
         window=window,
         scale=scale,
@@ -132,6 +132,7 @@ def _kernel(
     sink_ref,
     *refs,
     names: tuple[str, ...],
+    entries: int,
     ratio: int,
     window: int,
     scale: float,
@@ -197,42 +198,33 @@ def _kernel(
     lanes = jnp.arange(block, dtype=jnp.int32)
     width = jnp.arange(q.shape[1], dtype=jnp.int32)
 
-    def window_block(index, running):
-        rows = index * block + lanes
-        visible = (rows < window) & (position - (window - 1) + token + rows >= 0)
-        keys = plt.load(
-            inputs["window"].at[(token + rows)[:, None], width[None, :]],
-            mask=visible[:, None],
-            other=0.0,
-        )
-        return update(index, keys, visible, running)
+    window_blocks = pl.cdiv(window, block)
+    first_entry = inputs["keys"].shape[0] - entries
+    seen = jnp.minimum((position + token + 1) // ratio, entries)
 
-    def entry_block(index, running):
+    def add_block(index, running):
         at = index * block + lanes
-        if "indices" in inputs:
-            rows = inputs["indices"][pl.ds(index * block, block)]
-            visible = rows >= 0
-        else:
-            rows = at
-            visible = at < seen
+        rows = token + at
+        visible = (at < window) & (position - (window - 1) + token + at >= 0)
+        if entries:
+            at = jnp.maximum(at - window_blocks * block, 0)
+            listed = plt.load(inputs["indices"].at[at]) if "indices" in inputs else at
+            there = listed >= 0 if "indices" in inputs else at < seen
+            in_window = index < window_blocks
+            rows = jnp.where(in_window, rows, first_entry + listed)
+            visible = jnp.where(in_window, visible, there)
         keys = plt.load(
-            inputs["entries"].at[rows[:, None], width[None, :]], mask=visible[:, None], other=0.0
+            inputs["keys"].at[rows[:, None], width[None, :]], mask=visible[:, None], other=0.0
         )
         return update(index, keys, visible, running)
 
+    blocks = inputs["indices"].shape[0] // block if "indices" in inputs else pl.cdiv(seen, block)
     running = (
         jnp.full(q.shape[:1], FLOOR, jnp.float32),
         jnp.zeros(q.shape[:1], jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
-    running = jax.lax.fori_loop(0, pl.cdiv(window, block), window_block, running)
-    if "entries" in inputs:
-        if "indices" in inputs:
-            blocks = inputs["indices"].shape[0] // block
-        else:
-            seen = jnp.minimum((position + token + 1) // ratio, inputs["entries"].shape[0])
-            blocks = pl.cdiv(seen, block)
-        running = jax.lax.fori_loop(0, blocks, entry_block, running)
+    running = jax.lax.fori_loop(0, window_blocks + blocks, add_block, running)
     highest, total, values = running
     total = total + jnp.exp2(sink_ref[...] * jnp.float32(math.log2(math.e)) - highest)
     out_ref[...] = (values / total[:, None]).astype(out_ref.dtype)

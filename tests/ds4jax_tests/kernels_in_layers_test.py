@@ -46,7 +46,7 @@ def kernels(monkeypatch):
     called = collections.Counter()
 
     def with_kernels(operation, implementation, refusal, *, interpret=False):
-        if implementation in (None, "sm90") and refusal is None:
+        if implementation in (None, "portable", "sm90") and refusal is None:
             # The FP8 product of Hopper is no call of Pallas that the interpreter below takes.
             return "portable" if operation == "block_linear" else "sm90"
         return pick(operation, implementation, refusal, interpret=interpret)
