@@ -53,7 +53,7 @@ _OF_A_RUN = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Greedy continuation: tokens [n] i32, the logits [n, V] that chose them, and the state.
+    """Greedy continuation: tokens [n] i32, the logits f32 [n, V] that chose them, and the state.
 
     The state has read everything but the last of `tokens`.
     """
@@ -94,6 +94,11 @@ class Engine:
     def wide_experts(self) -> int:
         """Experts of this process whose FP8 products take several passes."""
         return sum(stage.pool.wide_experts() for stage in self._stages)
+
+    @property
+    def layers(self) -> range:
+        """The layers of this process."""
+        return range(self._stages[0].layers.start, self._stages[-1].layers.stop)
 
     @property
     def plan(self) -> Plan:
@@ -220,15 +225,12 @@ class Engine:
         """Reads `ids` and continues them with the `count` most likely tokens, one at a time.
 
         Every token goes through the same programs as a prompt chunk of one token; ties take the
-        lower id, and an end-of-sentence token does not end the generation.
+        lower id, and an end-of-sentence token does not end the generation. In a run of several
+        processes the last one chooses, and alone has the logits.
         """
         if count < 1:
             raise PromptError(f"the number of tokens to generate is {count}, expected at least 1")
-        if self._hosts is not None:
-            raise ConfigError(
-                f"a run of {self._hosts.world} processes cannot generate: the first one would need "
-                "the tokens that the last one chooses; load the model in one process"
-            )
+        hosts, last = self._hosts, self._hosts is None or self._hosts.last
         name = "generate"
         tokens = self._check_prompt(ids, name, state, more=count - 1)
         if state is not None:
@@ -239,12 +241,16 @@ class Engine:
         for _ in range(count):
             job = Job(tokens, name, run_tokens=len(tokens))
             (result,) = self._read([job], state, "last", events.ignore, None, None, None)
-            assert result.logits is not None
-            logits.append(result.logits[0])
-            chosen.append(int(np.argmax(result.logits[0])))
+            token = 0
+            if last:
+                assert result.logits is not None
+                logits.append(result.logits[0])
+                token = int(np.argmax(result.logits[0]))
+            chosen.append(token if hosts is None else hosts.choose(token))
             state, tokens = result.state, np.asarray(chosen[-1:], np.int32)
         assert state is not None
-        return Generation(np.asarray(chosen, np.int32), np.stack(logits), state)
+        rows = np.array(logits, np.float32).reshape(-1, self.model_config.vocab_size)
+        return Generation(np.asarray(chosen, np.int32), rows, state)
 
     def _read(
         self,

@@ -25,7 +25,7 @@ import numpy as np
 
 from ds4jax import admission
 from ds4jax import plan as planning
-from ds4jax.checkpoint import keys
+from ds4jax.checkpoint import keys, state
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import ConfigError
 from ds4jax.machine import Table, joined_machine, local_machine
@@ -63,6 +63,14 @@ class Ending:
 
 
 @dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a process has saved of the states of a run: its layers and the position, by prompt."""
+
+    parts: tuple[state.Part, ...]
+    positions: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Handed:
     """A micro-batch between two processes.
 
@@ -86,7 +94,7 @@ class Hosts:
         self.queued = False
         self._stages = range(0)  # of this process
         self._dealt: tuple[int, ...] | None = None  # stages of every process, where a plan says so
-        self._requests = self._received = self._sent = 0
+        self._requests = self._received = self._sent = self._chosen = 0
         self._receiver: handoff.Receiver | None = None
         self._sender: handoff.Sender | None = None
 
@@ -208,12 +216,23 @@ class Hosts:
             free = min(free, budget)
         return planning.Memory(free, admission.host_bytes() // sharing)
 
-    def share[Told: (Part, Ending, Table)](self, value: Told) -> list[Told]:
+    def share[Told: (Part, Ending, Saved, Table)](self, value: Told) -> list[Told]:
         """What all processes share, by rank; waits for them. Once in a run for each type."""
         kind = type(value)
         self._worker.set(f"{kind.__name__} {self.rank}", json.dumps(to_plain(value)))
         told = (self._worker.get(f"{kind.__name__} {rank}") for rank in range(self.world))
         return [from_plain(kind, json.loads(text)) for text in told]
+
+    def from_last(self, name: str, value: str) -> str:
+        """The value that the last process has for this name, which is used once; waits for it."""
+        if self.last:
+            self._worker.set(f"last {name}", value)
+        return self._worker.get(f"last {name}")
+
+    def choose(self, token: int) -> int:
+        """The token with which all processes go on: the one of the last process."""
+        self._chosen += 1
+        return int(self.from_last(f"token {self._chosen}", str(token)))
 
     def agree(self, name: str, facts: Mapping[str, Any]) -> None:
         """Raises ConfigError unless this process has the same facts as the first one.

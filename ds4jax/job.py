@@ -21,17 +21,20 @@ from ds4jax.checkpoint.open import open_source
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.checkpoint.state import (
     RECORD_NAME,
+    Part,
+    complete_state,
     is_paused,
     load_paused,
     load_state,
+    save_layers,
     save_paused,
     save_state,
     saved_bytes,
 )
 from ds4jax.checks import check_prompt
-from ds4jax.config import ConfigError, ModelConfig
+from ds4jax.config import ConfigError, ModelConfig, Numerics
 from ds4jax.engine import Engine
-from ds4jax.hosts import Ending, Hosts
+from ds4jax.hosts import Ending, Hosts, Saved
 from ds4jax.readings import PrefillReport, PrefillResult
 from ds4jax.run_config import RunConfig
 from ds4jax.text import Prompt, PromptError, Tokenizer, read_prompts
@@ -66,17 +69,13 @@ def run_job(job: PrefillJob, stream: IO[str], hosts: Hosts | None = None) -> dic
     "interrupted", so that --resume_from can go on from there. Otherwise KeyboardInterrupt is
     raised and nothing remains.
     """
-    if hosts is not None:
-        _check_hosts(job)
-        if not hosts.last:
-            return _take_part(job, hosts)
+    if hosts is not None and not hosts.last:
+        return _take_part(job, hosts)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_source(job.checkpoint, job.config.synthetic))
         prompts = read_prompts(job.config.prompt, lambda: Tokenizer(job.checkpoint))
         _check_prompts(prompts, source.config, job)
-        begun = None
-        if job.resume_from:
-            begun = _restore(job.resume_from, source, job.config, prompts[0].ids)
+        begun = _restore(job, source, prompts, None if hosts is None else range(0))
         folder = stack.enter_context(report.output_folder(job.out_dir, overwrite=job.overwrite))
         report.require_space(folder, _output_bytes(job.config, source.config, prompts))
         metrics = stack.enter_context(open(folder / METRICS_FILE, "w", encoding="utf-8"))
@@ -91,19 +90,22 @@ def run_job(job: PrefillJob, stream: IO[str], hosts: Hosts | None = None) -> dic
                 hosts=hosts,
             )
         )
+        if hosts is not None:
+            begun = _restore(job, source, prompts, engine.layers)
+        states = _States(folder / STATE_FOLDER, prompts, engine, hosts)
         writers = stack.enter_context(_Writers(folder))
         stop = stack.enter_context(_stop_on_sigint(stream))
         reports = []
-        for i, result in enumerate(_results(engine, prompts, begun, observe, writers, stop)):
+        for result in _results(engine, prompts, begun, observe, writers, stop):
             reports.append(result.report)
-            if job.config.prefill.save_state:
-                _save(folder / STATE_FOLDER / str(i), result, prompts[i], engine)
+            states.save(result)
+        states.complete()
         interrupted = reports[-1].interrupted or len(reports) < len(prompts)
         if interrupted and not job.config.prefill.save_state:
             read = sum(part.tokens_read for part in reports)
-            kept = " (config.prefill.save_state keeps the state of a stopped run)"
             raise KeyboardInterrupt(
-                f"after {read} tokens; nothing was written{'' if hosts is not None else kept}"
+                f"after {read} tokens; nothing was written (config.prefill.save_state keeps the "
+                "state of a stopped run)"
             )
         endings = None if hosts is None else hosts.share(_ending(engine, reports))
         outputs = writers.complete()
@@ -113,39 +115,32 @@ def run_job(job: PrefillJob, stream: IO[str], hosts: Hosts | None = None) -> dic
         return result
 
 
-def _check_hosts(job: PrefillJob) -> None:
-    """Refuses what a run of several processes cannot do."""
-    asked = {
-        "config.prefill.save_state": job.config.prefill.save_state,
-        "--resume_from": job.resume_from is not None,
-    }
-    for name, value in asked.items():
-        if value:
-            raise ConfigError(
-                f"{name} is given in a run of several processes, where each has the state of its "
-                "own layers only: run it in one process, or without"
-            )
-
-
 def _take_part(job: PrefillJob, hosts: Hosts) -> dict[str, Any]:
     """What a process without the head does: the layers of its stages, for all prompts."""
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_source(job.checkpoint, job.config.synthetic))
         prompts = read_prompts(job.config.prompt, lambda: Tokenizer(job.checkpoint))
         _check_prompts(prompts, source.config, job)
+        _restore(job, source, prompts, range(0))
         lengths = [len(prompt.ids) for prompt in prompts]
         engine = stack.enter_context(
             engines.load(source, job.config, prompt_tokens=lengths, hosts=hosts)
         )
+        begun = _restore(job, source, prompts, engine.layers)
+        states = _States(Path(), prompts, engine, hosts)
         stop = stack.enter_context(_stop_on_sigint(io.StringIO()))
         writers = stack.enter_context(_Writers(Path()))
-        results = _results(engine, prompts, None, events.ignore, writers, stop)
-        reports = [result.report for result in results]
-        if reports[-1].interrupted or len(reports) < len(prompts):
+        reports = []
+        for result in _results(engine, prompts, begun, events.ignore, writers, stop):
+            reports.append(result.report)
+            states.save(result)
+        states.complete()
+        interrupted = reports[-1].interrupted or len(reports) < len(prompts)
+        if interrupted and not job.config.prefill.save_state:
             hosts.let_next_end()
             raise KeyboardInterrupt("the last process says how far the run came")
         hosts.share(_ending(engine, reports))
-    return {"status": "complete"}
+    return {"status": "interrupted" if interrupted else "complete"}
 
 
 def _write_accounts(
@@ -234,9 +229,15 @@ def _check_prompts(prompts: list[Prompt], model_config: ModelConfig, job: Prefil
 
 
 def _restore(
-    resume_from: str, source: TensorSource, config: RunConfig, ids: np.ndarray
-) -> SequenceState | PausedPass:
-    """What was saved below `resume_from`, in host memory, if it has read the beginning of `ids`."""
+    job: PrefillJob, source: TensorSource, prompts: Sequence[Prompt], layers: range | None
+) -> SequenceState | PausedPass | None:
+    """What was saved below `job.resume_from`, in host memory, if it begins the prompt.
+
+    layers  that are restored; None for all
+    """
+    if job.resume_from is None:
+        return None
+    resume_from, config, ids = job.resume_from, job.config, prompts[0].ids
     root = Path(resume_from)
     candidates = [root, *sorted((root / STATE_FOLDER).glob("*"))]
     folders = [folder for folder in candidates if (folder / RECORD_NAME).is_file()]
@@ -254,7 +255,7 @@ def _restore(
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         if is_paused(folders[0]):
             return load_paused(folders[0], *wanted, config.prefill.chunk_tokens)
-        state = load_state(folders[0], *wanted)
+        state = load_state(folders[0], *wanted, layers=layers)
     if state.position == len(ids):
         raise PromptError(
             f"--resume_from: the state in {folders[0]} has read all {len(ids)} tokens of the "
@@ -263,12 +264,58 @@ def _restore(
     return state
 
 
-def _save(folder: Path, result: PrefillResult, prompt: Prompt, engine: Engine) -> None:
-    owner = (engine.model_config, engine.numerics, engine.fingerprint, prompt.ids)
-    if result.paused is not None:
-        save_paused(folder, result.paused, *owner, engine.config.prefill.chunk_tokens)
-    else:
-        save_state(folder, result.state, *owner)
+class _States:
+    """The states of a run as they are saved, below `root` of the last process if there are several.
+
+    Nothing happens without config.prefill.save_state.
+    """
+
+    def __init__(self, root: Path, prompts: Sequence[Prompt], engine: Engine, hosts: Hosts | None):
+        self._prompts, self._engine = prompts, engine
+        self._hosts = hosts if hosts is not None and hosts.world > 1 else None
+        self._root, self._count = root, 0
+        self._parts: list[Part] = []
+        self._positions: list[int] = []
+        if engine.config.prefill.save_state and self._hosts is not None:
+            self._root = Path(self._hosts.from_last("states", str(root.absolute())))
+            if not self._root.parent.is_dir():
+                raise ConfigError(
+                    f"config.prefill.save_state: process {self._hosts.rank} does not see "
+                    f"{self._root.parent}, where the last process writes: expected an --out_dir "
+                    "that all hosts share"
+                )
+
+    def save(self, result: PrefillResult) -> None:
+        """The state after the next prompt, or its layers of this process."""
+        engine, number = self._engine, self._count
+        self._count += 1
+        if not engine.config.prefill.save_state:
+            return
+        folder, owner = self._root / str(number), self._owner(number)
+        if self._hosts is not None:
+            part = save_layers(folder, result.state, engine.model_config, engine.layers)
+            self._parts.append(part)
+            self._positions.append(result.state.position)
+        elif result.paused is not None:
+            save_paused(folder, result.paused, *owner, engine.config.prefill.chunk_tokens)
+        else:
+            save_state(folder, result.state, *owner)
+
+    def complete(self) -> None:
+        """Completes the states of which other processes have saved layers."""
+        if self._hosts is None or not self._engine.config.prefill.save_state:
+            return
+        everywhere = self._hosts.share(Saved(tuple(self._parts), tuple(self._positions)))
+        if len({saved.positions for saved in everywhere}) > 1:
+            raise RuntimeError(f"processes stopped at {[each.positions for each in everywhere]}")
+        for number, position in enumerate(self._positions if self._hosts.last else ()):
+            parts = [saved.parts[number] for saved in everywhere]
+            complete_state(self._root / str(number), parts, position, *self._owner(number))
+
+    def _owner(self, number: int) -> tuple[ModelConfig, Numerics, str, np.ndarray]:
+        engine = self._engine
+        ids = self._prompts[number].ids
+        return engine.model_config, engine.numerics, engine.fingerprint, ids
 
 
 def _output_bytes(config: RunConfig, model_config: ModelConfig, prompts: list[Prompt]) -> int:

@@ -484,13 +484,17 @@ class Launcher:
         for child in self.children:
             if child.poll() is None:
                 child.kill(polite)
-        deadline = time.monotonic() + options.grace_s
+        deadline, failure = time.monotonic() + options.grace_s, self.failure
         while any(child.poll() is None for child in self.children):
             if time.monotonic() > deadline:
                 for child in self.children:
                     if child.code is None:
                         child.kill(signal.SIGKILL)
-            time.sleep(_POLL_S / 10)
+            # What they have to tell each other in order to end well still arrives.
+            for key, _ in self.selector.select(_POLL_S / 10):
+                key.data(key.fileobj)
+            self._beat()
+        self.failure = failure
 
     def _close(self) -> None:
         if self.failure is None:
@@ -526,6 +530,8 @@ class Launcher:
     def _on_upstream(self, link: socket.socket) -> None:
         messages = self.upstream.read() if self.upstream is not None else None
         if messages is None:
+            self.selector.unregister(link)
+            link.close()
             self.failure = Failure(EXIT_LOST, "the launcher of host 0 is gone", _OUTSIDE)
             return
         self.last_upstream = time.monotonic()

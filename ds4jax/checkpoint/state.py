@@ -2,7 +2,9 @@
 
 A folder holds `arrays/`, an Orbax checkpoint with the state of every layer (compressed entries
 without the unused rest of their buffers), and `state.json`, which says what the arrays belong to.
-A run that was stopped between two layers of a micro-batch saves the streams of its chunks as well.
+In a run of several processes each saves its own layers, `layers0to2/` for example, and the last one
+completes the folder; it is read with any split and number of processes. A run that was stopped
+between two layers of a micro-batch saves the streams of its chunks as well.
 """
 
 import dataclasses
@@ -23,10 +25,20 @@ from ds4jax.checkpoint import storage
 from ds4jax.checkpoint.source import CheckpointError
 from ds4jax.config import ModelConfig, Numerics
 
-FORMAT, VERSION = "ds4jax-state", 1
+FORMAT, VERSION = "ds4jax-state", 2
 RECORD_NAME = "state.json"
 NOTE_BYTES = 1024  # what Orbax writes about an array, at the most
 ENTRY_BUFFERS = ("compressed", "index_keys")  # fields whose rows are entries, then unused
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some layers of a state: first and last + 1, the folder of their arrays, its hash, bytes."""
+
+    layers: range
+    folder: str
+    sha256: str
+    nbytes: int
 
 
 def save_state(
@@ -46,6 +58,36 @@ def save_state(
     """
     arrays = _used(state, config, [state.position] * len(state.layers))
     return _save(folder, arrays, _record(config, numerics, weights, state.position, tokens))
+
+
+def save_layers(
+    folder: str | os.PathLike[str], state: SequenceState, config: ModelConfig, layers: range
+) -> Part:
+    """Saves the layers of a process for a state in `folder`, which `complete_state` makes appear.
+
+    state  None in place of other layers
+    Raises CheckpointError as `save_state` does.
+    """
+    arrays = _used(state, config, [state.position] * len(state.layers))
+    name = f"layers{layers.start}to{layers.stop - 1}"
+    return _save_part(pathlib.Path(folder), name, arrays, layers)
+
+
+def complete_state(
+    folder: str | os.PathLike[str],
+    parts: Sequence[Part],
+    position: int,
+    config: ModelConfig,
+    numerics: Numerics,
+    weights: str,
+    tokens: np.ndarray,
+) -> pathlib.Path:
+    """Makes a folder appear whose layers `save_layers` has saved, all of them, in any processes.
+
+    position  of the state; the other arguments and errors are those of `save_state`
+    """
+    record = _record(config, numerics, weights, position, tokens)
+    return _complete(pathlib.Path(folder), parts, record)
 
 
 def save_paused(
@@ -99,8 +141,11 @@ def load_state(
     numerics: Numerics,
     weights: str,
     tokens: np.ndarray,
+    layers: range | None = None,
 ) -> SequenceState:
     """Restores a state in order to continue `tokens` from its position.
+
+    layers  that are restored, in a run of several processes; None stands for the others
 
     The buffers have room for the tokens seen; see `cache.grow_state`. Raises CheckpointError,
     with every value that differs, when the state is of another model, other weights or numerics,
@@ -114,6 +159,9 @@ def load_state(
     _require_tokens(folder, position, len(tokens))
     _require_same(folder, record, _record(config, numerics, weights, position, tokens))
     template = abstract_state(config, numerics, position)
+    if layers is not None:
+        kept: Any = tuple(layer if n in layers else None for n, layer in enumerate(template.layers))
+        template = dataclasses.replace(template, layers=kept)
     state, _ = _restore(folder, record, template, config, [position] * len(template.layers))
     return dataclasses.replace(state, position=position)
 
@@ -166,22 +214,40 @@ def _save(
     folder: str | os.PathLike[str], arrays: dict[str, np.ndarray], record: dict[str, Any]
 ) -> pathlib.Path:
     folder = pathlib.Path(folder)
+    part = _save_part(folder, "arrays", arrays, range(record["model"]["num_hidden_layers"]))
+    return _complete(folder, [part], record)
+
+
+def _partial(folder: pathlib.Path) -> pathlib.Path:
+    """What a folder is called until it is whole."""
+    return folder.with_name(folder.name + ".partial")
+
+
+def _save_part(
+    folder: pathlib.Path, name: str, arrays: dict[str, np.ndarray], layers: range
+) -> Part:
     if folder.exists():
         raise CheckpointError(f"{folder} exists: choose another folder for the state")
     # Orbax does not take empty arrays; they carry nothing.
     arrays = {path: array for path, array in arrays.items() if array.size}
     nbytes = sum(array.nbytes for array in arrays.values())
     storage.require_free(folder, nbytes)
-    partial = folder.with_name(folder.name + ".partial")
+    place = _partial(folder) / name
     with storage.write_errors_reported(folder, nbytes):
-        partial.mkdir(parents=True, exist_ok=True)
-        storage.save_tree(partial / "arrays", storage.nested(arrays))
-        whole = {
-            "format": FORMAT,
-            "version": VERSION,
-            "arrays_sha256": storage.hash_folder(partial / "arrays"),
-            **record,
-        }
+        place.parent.mkdir(parents=True, exist_ok=True)
+        storage.save_tree(place, storage.nested(arrays))
+        return Part(layers, name, storage.hash_folder(place), nbytes)
+
+
+def _complete(folder: pathlib.Path, parts: Sequence[Part], record: dict[str, Any]) -> pathlib.Path:
+    plain = [
+        {**dataclasses.asdict(part), "layers": [part.layers.start, part.layers.stop]}
+        for part in parts
+    ]
+    whole = {"format": FORMAT, "version": VERSION, "parts": plain, **record}
+    _require_all_layers(folder, whole)
+    partial = _partial(folder)
+    with storage.write_errors_reported(folder, 0):
         storage.write_json(partial / RECORD_NAME, whole)
         os.replace(partial, folder)
     return folder
@@ -209,10 +275,7 @@ def _require_same(folder: pathlib.Path, record: dict[str, Any], wanted: dict[str
     problems = list(_differences("", {key: record.get(key) for key in wanted}, wanted))
     if problems:
         raise CheckpointError.listing(f"the state in {folder} is of another run", problems)
-    if storage.hash_folder(folder / "arrays") != record["arrays_sha256"]:
-        raise CheckpointError(
-            f"{folder / 'arrays'} has changed since it was written: save it again"
-        )
+    _require_all_layers(folder, record)
 
 
 def _restore(
@@ -229,18 +292,51 @@ def _restore(
     }
     saved = {path: np.empty(s.shape, s.dtype) for path, s in shapes.items() if 0 not in s.shape}
     saved |= {f"streams.{i}": array for i, array in enumerate(streams)}
-    tree = storage.load_tree(folder / "arrays", storage.nested(saved))
+    found = _load_parts(folder, record["parts"], saved)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(template)
     restored = []
     for key_path, leaf in leaves:
         path = _path(key_path)
         buffer = np.zeros(leaf.shape, leaf.dtype)
         if path in saved:
-            rows = np.asarray(storage.at(tree, path))
+            rows = np.asarray(found[path])
             buffer[: len(rows)] = rows
         restored.append(jnp.asarray(buffer))
-    found = tuple(jnp.asarray(storage.at(tree, f"streams.{i}")) for i in range(len(streams)))
-    return jax.tree_util.tree_unflatten(treedef, restored), found
+    left = tuple(jnp.asarray(found[f"streams.{i}"]) for i in range(len(streams)))
+    return jax.tree_util.tree_unflatten(treedef, restored), left
+
+
+def _require_all_layers(folder: pathlib.Path, record: dict[str, Any]) -> None:
+    spans, end = [part["layers"] for part in record["parts"]], 0
+    for first, stop in spans:
+        end = stop if first == end else -1
+    if end != record["model"]["num_hidden_layers"]:
+        raise CheckpointError(
+            f"{folder / RECORD_NAME} has the layers {spans}, expected all from 0 to "
+            f"{record['model']['num_hidden_layers']} in order: save it again"
+        )
+
+
+def _load_parts(
+    folder: pathlib.Path, parts: Sequence[dict[str, Any]], wanted: dict[str, np.ndarray]
+) -> dict[str, Any]:
+    """The arrays of a folder by path; raises CheckpointError for one that has changed."""
+    found = {}
+    for number, part in enumerate(parts):
+        own = {
+            path: array
+            for path, array in wanted.items()
+            if (path.startswith("streams.") and number == 0)
+            or (path.startswith("layers.") and int(path.split(".")[1]) in range(*part["layers"]))
+        }
+        if not own:
+            continue
+        place = folder / part["folder"]
+        if storage.hash_folder(place) != part["sha256"]:
+            raise CheckpointError(f"{place} has changed since it was written: save it again")
+        tree = storage.load_tree(place, storage.nested(own))
+        found |= {path: storage.at(tree, path) for path in own}
+    return found
 
 
 def _record(

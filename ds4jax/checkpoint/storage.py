@@ -1,9 +1,11 @@
 """Writing folders so that a crash or a full disk leaves nothing half-written in place."""
 
+import concurrent.futures
 import contextlib
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import pathlib
 import shutil
@@ -73,9 +75,23 @@ def _orbax_warnings_only() -> Generator[None]:
 
 
 def save_tree(path: pathlib.Path, tree: Any) -> None:
-    """Saves nested dicts of numpy arrays as an Orbax checkpoint, in place of what is there."""
+    """Saves nested dicts of numpy arrays as an Orbax checkpoint, in place of what is there.
+
+    A process of several has a child do it: Orbax would save one checkpoint of all of them, with
+    numpy arrays of the first one only.
+    """
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            pool.submit(_save_on_cpu, path.absolute(), tree).result()
+        return
     with _orbax_warnings_only():
         ocp.save(str(path.absolute()), tree, overwrite=True)
+
+
+def _save_on_cpu(path: pathlib.Path, tree: Any) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    save_tree(path, tree)
 
 
 def load_tree(path: pathlib.Path, part: Any = None) -> Any:

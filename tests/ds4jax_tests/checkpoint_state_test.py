@@ -14,9 +14,11 @@ from ds4jax import cache, testing
 from ds4jax.checkpoint import storage
 from ds4jax.checkpoint.source import CheckpointError
 from ds4jax.checkpoint.state import (
+    complete_state,
     is_paused,
     load_paused,
     load_state,
+    save_layers,
     save_paused,
     save_state,
     saved_bytes,
@@ -68,6 +70,44 @@ def test_infinite_gates_of_the_first_block_survive(tmp_path):
     again = load_state(tmp_path / "s", TINY, ORACLE, WEIGHTS, TOKENS)
     assert_same_bits(cache.grow_state(again, TINY, 8192), state)
     assert jnp.isneginf(again.layers[2].carry.previous_gates).all()
+
+
+def layers_of(state, layers):
+    kept = tuple(layer if n in layers else None for n, layer in enumerate(state.layers))
+    return dataclasses.replace(state, layers=kept)
+
+
+def test_layers_that_were_saved_apart_are_one_state(tmp_path):
+    state, folder = random_state(300, ORACLE, 512), tmp_path / "s"
+    count = TINY.num_hidden_layers
+    spans = [range(2), range(2, 3), range(3, count)]
+    parts = [save_layers(folder, layers_of(state, own), TINY, own) for own in reversed(spans)]
+    assert not folder.exists()
+    owner = (TINY, ORACLE, WEIGHTS, TOKENS)
+    for wrong in (parts[:2], parts):
+        with pytest.raises(CheckpointError, match="expected all from 0 to 5 in order"):
+            complete_state(folder, wrong, 300, *owner)
+        assert not folder.exists()
+    complete_state(folder, parts[::-1], 300, *owner)
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+    again = load_state(folder, *owner)
+    assert_same_bits(cache.grow_state(again, TINY, 512), state)
+    for own in (range(1, 4), range(0)):
+        some = load_state(folder, *owner, layers=own)
+        assert some.position == 300
+        assert_same_bits(cache.grow_state(some, TINY, 512), layers_of(state, own))
+
+
+def test_only_the_layers_that_are_asked_for_are_read(tmp_path):
+    state, folder = random_state(300, ORACLE, 512), tmp_path / "s"
+    spans = [range(2), range(2, TINY.num_hidden_layers)]
+    parts = [save_layers(folder, layers_of(state, own), TINY, own) for own in spans]
+    owner = (TINY, ORACLE, WEIGHTS, TOKENS)
+    complete_state(folder, parts, 300, *owner)
+    shutil.rmtree(folder / "layers2to4")
+    load_state(folder, *owner, layers=range(2))
+    with pytest.raises(CheckpointError, match="layers2to4 has changed since it was written"):
+        load_state(folder, *owner)
 
 
 def test_unused_rows_are_not_written(tmp_path):
@@ -170,7 +210,7 @@ def test_folder_without_a_state_is_refused(tmp_path, saved):
     record = json.loads((saved / "state.json").read_text())
     (saved / "state.json").write_text(json.dumps({**record, "version": 9}))
     (problem,) = problems_of(saved)
-    assert "has format 'ds4jax-state' and version 9, expected 'ds4jax-state' and 1" in problem
+    assert "has format 'ds4jax-state' and version 9, expected 'ds4jax-state' and 2" in problem
 
 
 def test_existing_folder_is_not_overwritten(saved):

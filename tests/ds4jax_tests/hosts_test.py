@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import streaming
+from ds4jax import engine as engines
 from ds4jax import hosts, testing
 from ds4jax import plan as planning
 from ds4jax.checkpoint import convert
@@ -28,8 +29,10 @@ from ds4jax.checkpoint.load import load_resident
 from ds4jax.checkpoint.safetensors import open_checkpoint
 from ds4jax.checkpoint.source import config_text
 from ds4jax.checkpoint.synthetic import SyntheticSource
+from ds4jax.cli import prefill
 from ds4jax.config import ConfigError, ModelConfig
 from ds4jax.passes import PassReport
+from ds4jax.report import array_hash
 from ds4jax.run_config import PipelineConfig, RunConfig
 from sharding import launcher
 from sharding.cost import PlanError
@@ -328,19 +331,88 @@ def test_a_wrong_number_of_processes_is_refused_before_loading(command, tmp_path
     assert left(tmp_path) == ["ids.npy", "model.json"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ((), "process 1 differs from process 0 in config.prefill: start all"),
-        (("--config.prefill.save_state",), "save_state is given in a run of several processes"),
-    ],
-)
 @pytest.mark.slow
-def test_what_processes_cannot_do_together_is_refused(flags, message, command, tmp_path):
-    code, out, err = finish(start(2, "none" if flags else "differ", 1, [*command, *flags]))
+def test_processes_with_different_flags_are_refused(command, tmp_path):
+    code, out, err = finish(start(2, "differ", 1, command))
     assert (code, out) == (2, "")
-    assert message in err
+    assert "process 1 differs from process 0 in config.prefill: start all" in err
     assert left(tmp_path) == ["ids.npy", "model.json"]
+
+
+def read(
+    command: list[str], processes: int, out: str, tokens: pathlib.Path, *flags: str
+) -> dict[str, object]:
+    """The record of the command in so many processes, over the ids of a file."""
+    folder = tokens.parent / out
+    flags = (*command, f"--tokens={tokens}", f"--out_dir={folder}", *flags)
+    if processes == 1:
+        # One process has both stages on its device.
+        assert prefill.main(["ds4jax-prefill", *flags, "--config.pipeline.devices=0,0"]) == 0
+    else:
+        code, _, err = finish(start(processes, "none", 0, list(flags)))
+        assert code == 0, err
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2), (2, 2)])
+def test_a_state_goes_on_in_any_number_of_processes(saving, loading, command, tmp_path):
+    whole, half = tmp_path / "ids.npy", tmp_path / "half.npy"
+    np.save(half, np.load(whole)[: 8 * CHUNK + 5])
+    read(command, saving, "first", half, "--config.prefill.save_state")
+    state = tmp_path / "first" / "state" / "0"
+    assert left(tmp_path / "first" / "state") == ["0"]
+    folders = ["layers0to0", "layers1to1"] if saving == 2 else ["arrays"]
+    assert left(state) == [*folders, "state.json"]
+    rest = read(command, loading, "rest", whole, f"--resume_from={tmp_path / 'first'}")
+    assert rest["tokens_reused"] == 8 * CHUNK + 5
+    # A chunk may end anywhere with these numerics, whose limits are those of float32.
+    read(command, 1, "whole", whole)
+    logits = [np.load(tmp_path / name / "logits.npy") for name in ("rest", "whole")]
+    np.testing.assert_allclose(*logits, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_the_same_state_gives_the_same_bits_in_any_number_of_processes(command, tmp_path):
+    whole, half = tmp_path / "ids.npy", tmp_path / "half.npy"
+    np.save(half, np.load(whole)[: 8 * CHUNK])
+    shas = set()
+    for saving, loading in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        out = f"first{saving}"
+        if not (tmp_path / out).exists():
+            read(command, saving, out, half, "--config.prefill.save_state")
+        rest = read(command, loading, f"{out}{loading}", whole, f"--resume_from={tmp_path / out}")
+        shas.add(rest["outputs"]["logits.npy"]["sha256"])
+    shas.add(read(command, 1, "whole", whole)["outputs"]["logits.npy"]["sha256"])
+    assert len(shas) == 1
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_from_its_state(command, tmp_path):
+    save = "--config.prefill.save_state"
+    code, _, err = finish(start(2, "interrupt", 1, [*command, save], grace_s=60))
+    assert code == 130, err
+    record = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+    assert record["status"] == "interrupted"
+    assert 0 < record["tokens_read"] < 16 * CHUNK
+    ids = tmp_path / "ids.npy"
+    rest = read(command, 1, "rest", ids, f"--resume_from={tmp_path / 'run'}")
+    whole = read(command, 1, "whole", ids)
+    assert rest["tokens_reused"] == record["tokens_read"]
+    assert rest["outputs"]["logits.npy"] == whole["outputs"]["logits.npy"]
+
+
+@pytest.mark.slow
+def test_processes_continue_a_prompt_with_the_same_tokens(command, tmp_path):
+    code, out, err = finish(start(2, "generate", 0, command))
+    assert code == 0, err
+    told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    with engines.load(command[0].partition("=")[2], {"prefill.chunk_tokens": CHUNK,
+                      "numerics.preset": "oracle"}, prompt_tokens=CHUNK) as engine:  # fmt: skip
+        wanted = engine.generate(np.load(tmp_path / "ids.npy")[:CHUNK], 4)
+    assert [each["tokens"] for each in told] == [wanted.tokens.tolist()] * 2
+    shas = {each["sha256"] for each in told if each["rows"]}
+    assert shas == {array_hash(wanted.logits, "<f4")}
 
 
 @pytest.mark.slow

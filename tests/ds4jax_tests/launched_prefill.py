@@ -1,16 +1,21 @@
 """ds4jax-prefill as a process of a run that goes wrong: launched_prefill.py JOB RANK ARGUMENTS.
 
 The process of that rank does the job when it comes to its second micro-batch (hang: to its first).
+The job generate continues a prompt instead, through the engine, and prints what came of it.
 """
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
 
-from ds4jax import hosts, stages
+import numpy as np
+
+from ds4jax import engine, hosts, stages
 from ds4jax.cli import prefill
+from ds4jax.report import array_hash
 from sharding import launcher
 
 
@@ -27,7 +32,27 @@ def misbehave(job: str, number: int) -> None:
         raise RuntimeError("a stage that fails")
 
 
+def generate(checkpoint: str, tokens: str) -> int:
+    config = {
+        "prefill.chunk_tokens": 48,
+        "numerics.preset": "oracle",
+        "pipeline.split": "1,1",
+    }
+    ids = np.load(tokens)[:48]
+    with (
+        hosts.joined() as processes,
+        engine.load(checkpoint, config, prompt_tokens=48, hosts=processes) as loaded,
+    ):
+        found = loaded.generate(ids, 4)
+        told = {"tokens": found.tokens.tolist(), "rows": len(found.logits)}
+        print(json.dumps({**told, "sha256": array_hash(found.logits, "<f4")}), flush=True)
+    return 0
+
+
 def main(job: str, rank: str, *arguments: str) -> int:
+    if job == "generate":
+        checkpoint, tokens, *_ = (flag.partition("=")[2] for flag in arguments)
+        return generate(checkpoint, tokens)
     run, calls = stages.Stage.run, []
 
     def patched(self, *args, **kwargs):
