@@ -33,13 +33,13 @@ class Config:
     heads: int  # rows of the score tile, at most 64
     keys: int  # keys of a block
     warps: int
-    stages: int  # depth of the load pipeline
+    stages: int  # depth of the load pipeline; blocks are loaded stages - 1 ahead
     apart: bool = False  # scores in a region of their own, see `_kernel`
 
 
 CONFIGS = {
     "portable": Config(heads=32, keys=32, warps=4, stages=2),
-    "sm90": Config(heads=64, keys=64, warps=8, stages=2, apart=True),
+    "sm90": Config(heads=64, keys=64, warps=8, stages=3, apart=True),
 }
 
 
@@ -120,7 +120,11 @@ def attend(
             *specs,
         ],
         out_specs=pl.BlockSpec((None, group, width), lambda t, h: (t, h, 0)),
-        compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
+        # Behind a list the pipeline has two loads in a row, and divides its depth between them.
+        compiler_params=plt.CompilerParams(
+            num_warps=config.warps,
+            num_stages=config.stages if indices is None else 2 * config.stages - 1,
+        ),
         interpret=interpret,
         name="window_attention" if indices is None else "sparse_attention",
     )(position.reshape(1), q, sink, *arrays.values())
@@ -182,11 +186,18 @@ def _kernel(
             # The condition always holds, which the compiler cannot know. Triton gives a product
             # whose result enters another product of the same region to warps along its rows only:
             # with 64 rows, eight warps would compute every score twice. In a region of its own the
-            # product is divided among all warps.
+            # product is divided among all warps. What never runs reads the keys as no product
+            # does: for keys that only products read, Triton holds a buffer back, since a product
+            # might still be reading the last one. Here none is: its sum is waited for.
             new, total, shrink, weights = jax.lax.cond(
                 index - position < 2**30,
                 weigh,
-                lambda: (highest, total, highest, jnp.zeros((q.shape[0], block), keys.dtype)),
+                lambda: (
+                    highest + jnp.max(keys.astype(jnp.float32)),
+                    total,
+                    highest,
+                    jnp.zeros((q.shape[0], block), keys.dtype),
+                ),
             )
         else:
             new, total, shrink, weights = weigh()
