@@ -250,12 +250,13 @@ def _against(
 ) -> dict[str, Any]:
     """Two stages against one device with the same layers, and against the planner's prediction.
 
-    lost_share   of both devices' time in which they do not compute what one device would
-    handoff      what the copies of the streams take of it, at the measured rate of a peer copy
+    lost_share     of both devices' time in which they do not compute what one device would
+    handoff_share  what copies of the streams take of it, timed alone; predicted: at the rate of the
+                   link
     """
     before = bench.found.get(other, {}).get("rows", {})
     resident = bench.found.get("one", {}).get("rows", {})
-    found = {}
+    found, copy_s = {}, _handoff_seconds(bench)
     for length, row in rows.items():
         if length not in before or length not in resident:
             continue
@@ -269,10 +270,24 @@ def _against(
             "prediction_error": predicted / seconds - 1,
             "lost_share": 1 - work / (2 * seconds),
             "predicted_lost_share": 1 - work / (2 * predicted),
+            "handoff_share": copy_s * -(-int(length) // bench.chunk) / seconds,
             "predicted_bubble_share": plan.bubble_ns / plan.objective_ns,
             "predicted_handoff_share": handoff / predicted,
         }
     return found
+
+
+def _handoff_seconds(bench: Bench, repeats: int = 5) -> float:
+    """Seconds of copying the streams of a chunk to the second device."""
+    config = open_source(bench.checkpoint).config
+    shape, (first, second) = (bench.chunk, config.hc_mult, config.hidden_size), bench.devices
+    streams = jax.block_until_ready(jax.device_put(np.zeros(shape, jax.numpy.bfloat16), first))
+    times = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        jax.block_until_ready(jax.device_put(streams, second, may_alias=False))
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
 
 
 def _predict(
@@ -763,6 +778,7 @@ _COLUMNS = (
     "prediction_error",
     "lost_share",
     "predicted_lost_share",
+    "handoff_share",
     "predicted_handoff_share",
     "moved_bytes",
     "stall_s",
