@@ -33,7 +33,7 @@ from sharding.cost import (
 )
 from streaming.window import live_bound
 
-_PART_NS = 150_000  # of the programs of a part of a layer's experts for a chunk, beside their work
+_PART_NS = 190_000  # what every further part of a layer's experts adds for a chunk of 8,192 rows
 # Experts of a slab where whole layers do not fit, and slabs that may be copied ahead: as many as
 # hold a whole layer, since more would not hide more. A partial slab is put together from pieces
 # that are alive beside it, so slabs of one would hold nothing.
