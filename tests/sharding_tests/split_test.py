@@ -449,6 +449,11 @@ def flash_problem(devices, *, hosts=NO_LIMIT, peers=(), prompt_tokens=131_072):
     )
 
 
+def timed(**values):
+    """A schedule of one layer that computes for 5 ns."""
+    return Schedule("chunk_major", 1, 1, compute_ns=(5,), distinct=(0,), **values)
+
+
 def card(gigabytes, *, name="card", link=25, speed=1000, host=0):
     return DeviceCost(name, gigabytes * GIGA, link * GIGA, speed, host)
 
@@ -585,6 +590,43 @@ class PlanTest(parameterized.TestCase):
         self.assertEqual(
             after.streamed_bytes - before.streamed_bytes, 43 * 13_369_344 * schedule.passes
         )
+
+    def test_slabs_ahead_are_worth_their_memory_where_copying_would_pause(self):
+        """Copies and computation take about as long, most of it before the experts."""
+        problem = flash_problem([card(24, link=55)], prompt_tokens=32_768)
+        schedule = problem.schedules[-1]
+        schedule = dataclasses.replace(
+            schedule,
+            compute_ns=tuple(ns + 1_000_000 for ns in schedule.compute_ns),
+            expert_ns=tuple(ns // 3 for ns in schedule.compute_ns),
+            wave_ns=400_000,
+        )
+        stages = [StageRange(0, 0, 43)]
+        found = []
+        for ahead in (1, 3, 5):
+            rings = (Ring(32, ahead + 1, ahead),)
+            priced = price_split(dataclasses.replace(problem, rings=rings), schedule, stages)
+            found.append(priced.stages[0])
+        self.assertGreater(found[0].pause_ns, found[1].pause_ns)
+        self.assertGreater(found[1].pause_ns, found[2].pause_ns)
+        self.assertGreater(found[0].layer_residents, found[2].layer_residents)
+        self.assertGreater(found[0].time_ns, found[2].time_ns)
+        # A whole layer ahead needs no pause, however long the rest takes.
+        whole = dataclasses.replace(problem, rings=(Ring(128, 3, 1), Ring(32, 2, 1)))
+        (stage,) = price_split(whole, schedule, stages).stages
+        self.assertEqual((stage.ring, stage.pause_ns), (Ring(128, 3, 1), 0))
+        self.assertIn("waits for room", str(price_split(whole, schedule, stages)))
+
+    @parameterized.named_parameters(
+        ("no_slab", lambda: Ring(32, 0, 1), "slots is 0"),
+        ("ahead", lambda: Ring(32, 2, -1), "ahead is -1"),
+        ("length", lambda: timed(expert_ns=(1, 2)), "expert_ns has 2 values for 1 layers"),
+        ("more", lambda: timed(expert_ns=(6,)), "expert_ns has 6 of a layer that takes 5"),
+        ("space", lambda: timed(workspace_bytes=(1, 2)), "workspace_bytes has 2 values"),
+    )
+    def test_rows_that_cannot_be_are_refused(self, make, message):
+        with self.assertRaisesRegex(PlanError, message):
+            make()
 
     def test_idle_neighbour_serves_as_expert_tier_if_that_pays(self):
         devices = [card(24, name="a"), card(24, name="b")]
