@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 # Routed rows per expert from which the Hopper kernels are taken, without and with `quantize_input`.
-SM90_ROWS = (96, 48)
+SM90_ROWS = (96, 24)
 INTERPRETED_BLOCKS = 2
 
 wide_experts = sm90.wide_experts

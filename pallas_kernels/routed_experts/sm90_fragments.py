@@ -232,6 +232,27 @@ def _wait(groups, registers, operand):
     return [llvm.extractvalue(f32, result, [i]) for i in range(count)]
 
 
+def _settled(operand):
+    """The registers of an operand that was decoded while products ran, written anew after them.
+
+    Nothing in PTX reads an operand after its products have been started, so ptxas would decode the
+    next one into the same registers, for which it has every product end before anything follows
+    ("C7513 ... wgmma.mma_async instructions are serialized"). An exclusive or with a zero that it
+    cannot know, a coordinate that the grid does not have, keeps the registers apart.
+    """
+    count = len(operand)
+    lines = [f"xor.b32 ${i}, ${count + i}, nothing;" for i in range(count)]
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([_i32()] * count),
+        operand,
+        "{ .reg .b32 nothing; mov.u32 nothing, %ctaid.z;\n" + "\n".join(lines) + " }",
+        ",".join(["=r"] * count + ["r"] * count),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(_i32(), result, [i]) for i in range(count)]
+
+
 def _scalars(array):
     """f32 values of an accumulator array, in the order of wgmma."""
     return [llvm.extractelement(register, _c(0)) for register in array.registers.flat]
@@ -388,7 +409,7 @@ def step(kind, total, operand, x_ref, x_scale_ref, following, *, rows, chunk, un
                 _promote(sums, partial, index * chunk, x_scales)
                 if under_way == 1 and index + 1 < chunks:
                     running.append(start(index + 1))
-        return _array(total, sums), _integers(_interleave(halves))
+        return _array(total, sums), _integers(_settled(_interleave(halves)))
 
     return run(total, operand, x_ref, x_scale_ref, following)
 

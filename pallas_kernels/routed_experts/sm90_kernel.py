@@ -8,6 +8,7 @@ sees no other row.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def grouped_product(product, x, x_scale, codes, scales, tops, bands, tiles, weig
         "scales_smem": plgpu.SMEM((stages, WEIGHT_ROWS // 16, 16, 16), jnp.uint8),
         "x_scale_smem": plgpu.SMEM((stages, rows), jnp.float32),
         "out_smem": plgpu.SMEM(
-            (CONSUMERS, 2, schedule.store_tokens, slot_columns),
+            (CONSUMERS, 2, max(map(schedule.store_rows, schedule.sizes)), slot_columns),
             jnp.bfloat16,
             transforms=out_transforms,
         ),
@@ -151,8 +152,10 @@ def _kernel(
         tile = lax.div(at, column_blocks)
         return tile, at - tile * column_blocks
 
-    def chunks_of(count):
-        return lax.div(count + (schedule.chunk - 1), schedule.chunk)
+    def for_size(count, run):
+        """Runs `run(size)` for the size that a tile of `count` rows is computed with."""
+        for smaller, size in itertools.pairwise((0, *schedule.sizes)):
+            pl.when((smaller < count) & (count <= size))(functools.partial(run, size))
 
     def steps_of(expert):
         if kind == "bf16":
@@ -166,7 +169,6 @@ def _kernel(
         def run_item(index, step):
             tile, column = item(index)
             expert, start, count = tile_expert[tile], tile_start[tile], tile_count[tile]
-            needed = chunks_of(count)
 
             def load(inner, step):
                 k = lax.rem(inner, k_blocks)
@@ -176,16 +178,14 @@ def _kernel(
                 def _():
                     plgpu.barrier_wait(empty.at[slot])
 
-                for chunks in range(1, rows // schedule.chunk + 1):
+                def load_rows(size):
+                    plgpu.copy_gmem_to_smem(
+                        x.at[pl.ds(start, size), pl.ds(k * BLOCKS[kind], BLOCKS[kind])],
+                        x_smem.at[slot, pl.ds(0, size)],
+                        full.at[slot],
+                    )
 
-                    @pl.when(needed == chunks)
-                    def _(size=chunks * schedule.chunk):
-                        plgpu.copy_gmem_to_smem(
-                            x.at[pl.ds(start, size), pl.ds(k * BLOCKS[kind], BLOCKS[kind])],
-                            x_smem.at[slot, pl.ds(0, size)],
-                            full.at[slot],
-                        )
-
+                for_size(count, load_rows)
                 if kind == "fp8":
                     plgpu.copy_gmem_to_smem(
                         x_scale.at[k, pl.ds(start, rows)], x_scale_smem.at[slot], full.at[slot]
@@ -233,17 +233,15 @@ def _kernel(
             tile, column = item(index)
             expert, start, count = tile_expert[tile], tile_start[tile], tile_count[tile]
             top = tops[expert]
-            needed = chunks_of(count)
-            for chunks in range(1, rows // schedule.chunk + 1):
 
-                @pl.when(needed == chunks)
-                def _(size=chunks * schedule.chunk):
-                    scaled = (top, bands[expert] if kind == "fp8" else 1)
-                    total = _sum(hardware, product, size, step, k_blocks, scaled, buffers)
-                    factor = _power(top - TOP) if kind == "fp8" else jnp.float32(1)
-                    place = (start, count, column, size)
-                    _store(hardware, product, total, factor, weights, out, out_smem, place)
+            def compute(size):
+                scaled = (top, bands[expert] if kind == "fp8" else 1)
+                total = _sum(hardware, product, size, step, k_blocks, scaled, buffers)
+                factor = _power(top - TOP) if kind == "fp8" else jnp.float32(1)
+                place = (start, count, column, size)
+                _store(hardware, product, total, factor, weights, out, out_smem, place)
 
+            for_size(count, compute)
             return step + steps_of(expert)
 
         lax.fori_loop(0, items, run_item, jnp.int32(0))
@@ -297,7 +295,7 @@ def _sum(hardware, product, size, step, k_blocks, scaled, buffers):
                 x_scale_smem.at[slot],
                 following,
                 rows=size,
-                chunk=schedule.chunk,
+                chunk=schedule.product_rows(size),
                 under_way=schedule.under_way,
                 paired=product.paired,
             )
@@ -324,11 +322,12 @@ def _store(hardware, product, total, factor, weights, out, out_smem, place):
     group = lax.axis_index("wg")
     width = out_smem.shape[-1]
     first_column = column * product.out_columns + group * width
-    tokens = product.schedule.store_tokens
+    tokens = product.schedule.store_rows(size)
     for piece in range(size // tokens):
         first = piece * tokens
         slot = out_smem.at[group, piece % 2]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        # The tile before may have ended with either slot.
+        plgpu.wait_smem_to_gmem(min(piece, 1), wait_read_only=True)
         if product.paired:
             hardware.store_gate_up(
                 total,

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import codecs
@@ -53,7 +54,7 @@ def step(kind, total, weight, x_ref, x_scale_ref, following, *, rows, chunk, und
 
 def store_down(total, factor, out_ref, *, first, tokens):
     h = total[:, first : first + tokens] * factor
-    out_ref[...] = codecs.round_to(h.T, jnp.bfloat16)
+    out_ref[pl.ds(0, tokens)] = codecs.round_to(h.T, jnp.bfloat16)
 
 
 def store_gate_up(total, factor, weights_ref, out_ref, *, first, tokens, limit):
@@ -62,4 +63,4 @@ def store_gate_up(total, factor, weights_ref, out_ref, *, first, tokens, limit):
     gate = jnp.minimum(total[:, 0].reshape(32, tokens), limit)
     up = jnp.clip(total[:, 1].reshape(32, tokens), -limit, limit)
     h = gate / (1.0 + jnp.exp(-gate)) * up * weights_ref[...][None, first : first + tokens]
-    out_ref[...] = codecs.round_to(h.T, jnp.bfloat16)
+    out_ref[pl.ds(0, tokens)] = codecs.round_to(h.T, jnp.bfloat16)

@@ -66,32 +66,47 @@ class LayerTiling:
 class Schedule:
     """How the Hopper kernels cut the products.
 
-    rows       routed rows of a full tile.
-    chunk      tiles are cut to a multiple of it; of FP8 products the rows of one.
+    sizes      routed rows that a tile may be computed with, ascending: it takes the first that
+               holds its rows. The last one is that of a full tile.
+    chunk      rows of one FP8 product at most; a size is cut into equal products.
     under_way  FP8 products that run at a time, 1 or 2.
     stages     buffers in the ring.
     """
 
-    rows: int
+    sizes: tuple[int, ...]
     chunk: int
     under_way: int
     stages: int
 
     def __post_init__(self) -> None:
-        if self.chunk % 16 or self.rows % self.chunk or not 0 < self.rows <= 256 or self.rows % 32:
-            raise ValueError(
-                f"rows={self.rows}, chunk={self.chunk}: expected a multiple of 32 up to 256 and a "
-                "multiple of 16 that divides it"
-            )
+        if not self.sizes or list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError(f"sizes={self.sizes}: expected ascending numbers")
+        if not 0 < self.rows <= 256 or self.rows % 32:
+            raise ValueError(f"sizes={self.sizes}: expected a multiple of 32 up to 256 as the last")
+        for size in self.sizes:
+            products = -(-size // self.chunk)
+            if size % (8 * products):
+                raise ValueError(
+                    f"sizes={self.sizes}, chunk={self.chunk}: {size} rows are no equal products of "
+                    "a multiple of 8 rows"
+                )
         if self.under_way not in (1, 2) or self.stages < 2:
             raise ValueError(
                 f"under_way={self.under_way}, stages={self.stages}: expected 1 or 2, and 2 or more"
             )
 
     @property
-    def store_tokens(self) -> int:
-        """Rows that are written at a time."""
-        return self.chunk if self.chunk <= 64 else self.chunk // 2
+    def rows(self) -> int:
+        """Of a full tile."""
+        return self.sizes[-1]
+
+    def product_rows(self, size: int) -> int:
+        """Rows of each FP8 product of a tile computed with `size` rows."""
+        return size // -(-size // self.chunk)
+
+    def store_rows(self, size: int) -> int:
+        """Rows of such a tile that are written at a time."""
+        return max(rows for rows in range(8, 57, 8) if size % rows == 0)
 
 
 def choose(
@@ -120,8 +135,8 @@ def schedule(device_kind: str, hidden: int, width: int, kind: str) -> Schedule:
     table = _table(device_kind.lower().replace(" ", "_"), "routed_experts_sm90")
     found = table.get(f"{hidden}x{width}", {}).get(kind)
     if found is not None:
-        return Schedule(**found)
-    return Schedule(rows=192, chunk=96 if kind == "fp8" else 64, under_way=1, stages=4)
+        return Schedule(**(found | {"sizes": tuple(found["sizes"])}))
+    return Schedule(sizes=(64, 96, 128, 160, 192), chunk=96, under_way=1, stages=4)
 
 
 @functools.cache

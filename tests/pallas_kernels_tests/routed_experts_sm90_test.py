@@ -30,7 +30,7 @@ from pallas_kernels.routed_experts import (
 )
 
 LIMIT = 1.5
-SMALL = tiling.Schedule(rows=64, chunk=32, under_way=1, stages=2)
+SMALL = tiling.Schedule(sizes=(24, 32, 64), chunk=32, under_way=1, stages=2)
 # Errors against float32 arithmetic on the same codes; results are rounded to bfloat16.
 ERROR_LIMIT = 2e-3
 
@@ -396,7 +396,7 @@ class ProLoweringTest(LoweringTest):
 
 class ChoiceTest(parameterized.TestCase):
     @parameterized.parameters(
-        (8192, True, "sm90"), (8192, False, "sm90"), (2048, True, "sm90"),
+        (8192, True, "sm90"), (8192, False, "sm90"), (1024, True, "sm90"),
         (2048, False, "portable"), (128, True, "portable"),
     )  # fmt: skip
     def test_rows_and_precision_decide(self, tokens, quantize_input, wanted):
@@ -424,11 +424,13 @@ class ChoiceTest(parameterized.TestCase):
         self.assertEqual(chosen, [wanted])
 
     def test_schedules_are_checked(self):
-        good = {"rows": 192, "chunk": 96, "under_way": 1, "stages": 4}
+        good = {"sizes": (96, 192), "chunk": 96, "under_way": 1, "stages": 4}
         for change, text in (
-            ({"rows": 320}, "rows=320"),
-            ({"chunk": 72}, "chunk=72"),
-            ({"rows": 208, "chunk": 16}, "rows=208"),
+            ({"sizes": (96, 320)}, "multiple of 32 up to 256"),
+            ({"sizes": (96, 208)}, "multiple of 32 up to 256"),
+            ({"sizes": (192, 96)}, "ascending"),
+            ({"sizes": ()}, "ascending"),
+            ({"chunk": 20}, "chunk=20: 96 rows"),
             ({"under_way": 3}, "under_way=3"),
             ({"stages": 1}, "stages=1"),
         ):
