@@ -71,7 +71,7 @@ def quantize_fp8(x: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, j
 
 
 def _codes(x_ref, codes_ref, scale_ref, *, tile: tuple[int, int]):
-    codes, scales = codecs.quantize_fp8(x_ref[...], BLOCK)
+    codes, scales = codecs.quantize_fp8(x_ref[...], BLOCK, cast=True)
     codes_ref[...] = codes
     row = pl.program_id(0) * tile[0] + jnp.arange(tile[0], dtype=jnp.int32)
     blocks = tile[1] // BLOCK

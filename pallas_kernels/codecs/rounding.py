@@ -71,12 +71,15 @@ def fake_quant_fp4(x: jax.Array, block: int = 32) -> jax.Array:
     return _unblock(codes * _finite_scale(exponent), x).astype(x.dtype)
 
 
-def quantize_fp8(x: jax.Array, block: int = 128) -> tuple[jax.Array, jax.Array]:
+def quantize_fp8(
+    x: jax.Array, block: int = 128, *, cast: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """E4M3 codes of x [..., K] and the E8M0 byte of each block of the last axis.
 
     Returns (float8_e4m3fn [..., K], u8 [..., ceil(K/block)]); their product is `fake_quant_fp8(x)`.
+    cast leaves the rounding to the cast, an instruction of GPUs that have E4M3: the same codes.
     """
-    codes, exponent = _block_codes_fp8(_blocks(x, block))
+    codes, exponent = _block_codes_fp8(_blocks(x, block), cast=cast)
     scales = jnp.where(exponent > 127, 255, exponent + 127).astype(jnp.uint8)
     return _unblock(codes, x).astype(jnp.float8_e4m3fn), scales[..., 0]
 
@@ -129,11 +132,11 @@ def _nearest_even(x: jax.Array) -> jax.Array:
     return nearest * jnp.where(lax.bitcast_convert_type(x, jnp.int32) < 0, -1.0, 1.0)
 
 
-def _block_codes_fp8(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _block_codes_fp8(blocks: jax.Array, *, cast: bool = False) -> tuple[jax.Array, jax.Array]:
     amax = jnp.maximum(_amax(blocks), jnp.float32(_E4M3_FLOOR))
     exponent = _ceil_log2(amax / jnp.float32(_E4M3_MAX))
-    codes = round_e4m3(_clip(blocks * power_of_two(-_bounded(exponent)), _E4M3_MAX))
-    return codes, exponent
+    scaled = _clip(blocks * power_of_two(-_bounded(exponent)), _E4M3_MAX)
+    return scaled if cast else round_e4m3(scaled), exponent
 
 
 def _descale(x: jax.Array, exponent: jax.Array) -> jax.Array:

@@ -224,6 +224,11 @@ def test_on_the_gpu():
     np.testing.assert_array_equal(
         bits(jax.jit(kernel.fake_quant_fp8)(x)), bits(codecs.fake_quant_fp8(x, 128))
     )
+    x = x * jnp.exp2(jnp.asarray(rng.integers(-30, 30, x.shape), x.dtype))
+    codes, scales = jax.jit(kernel.quantize_fp8)(x)
+    wanted, exponents = jax.jit(codecs.quantize_fp8)(x)
+    np.testing.assert_array_equal(bits_of_bytes(codes), bits_of_bytes(wanted))
+    np.testing.assert_array_equal(scales, codecs.decode_e8m0(exponents).T)
     codes, scales = host.encode_fp8(rng.standard_normal((512, 4096)).astype("f4"))
     got = jax.jit(kernel.decode_fp8)(codes, scales)
     np.testing.assert_array_equal(bits(got), bits(codecs.decode_fp8(codes, scales, jnp.bfloat16)))
