@@ -36,7 +36,7 @@ from sharding import handoff, launcher
 from streaming.pinned import PinReport
 
 _YIELD_S = 5.0  # a process that lost its peer waits for the launcher to end it
-_LEADER_S = 1.0  # a first process that fails waits for others that do: JAX aborts them when it ends
+_LEADER_S = 1.0  # a first process that fails lets others end: JAX aborts those that it leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,9 +363,6 @@ def joined() -> Generator[Hosts | None]:
         hosts.close()
         time.sleep(_YIELD_S)
         raise
-    except BaseException:
-        time.sleep(_LEADER_S if hosts.first else 0.0)
-        raise
     hosts.close()
     worker.barrier("all have ended")
     worker.close()
@@ -374,11 +371,12 @@ def joined() -> Generator[Hosts | None]:
 def leave(code: int) -> NoReturn:
     """Ends this process with an exit code.
 
-    A launched process that failed ends at once: leaving JAX would wait for the other processes.
+    A launched process that failed does not leave JAX in order, which would wait for the others.
     """
     if code and launcher.launched():
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(_LEADER_S if launcher.leads() else 0.0)
         os._exit(code)
     sys.exit(code)
 

@@ -227,6 +227,11 @@ def launched(environ: Mapping[str, str] | None = None) -> bool:
     return _COORDINATOR in (os.environ if environ is None else environ)
 
 
+def leads() -> bool:
+    """Whether this process is the first one of those that launchers have started."""
+    return os.environ.get(_RANK) == "0"
+
+
 def visible_gpus(environ: Mapping[str, str], local_rank: int, count: int) -> str:
     """CUDA_VISIBLE_DEVICES of a process that has `count` GPUs of its host for itself.
 
