@@ -490,7 +490,7 @@ class SpeedTest(parameterized.TestCase):
         self.assertEqual(plan.stages[-1].range.end, 43)
 
     def test_100_repeats_are_identical(self):
-        for problem in (random_problem(4), flash_problem([card(24), card(32)])):
+        for problem in (random_problem(8), flash_problem([card(24), card(32)])):
             first = plan_stages(problem)
             text = str(first)
             for _ in range(100):
