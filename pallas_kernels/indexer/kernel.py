@@ -63,9 +63,6 @@ def indexer_scores(
 ) -> jax.Array:
     """Scores [T, N rounded up to whole tiles]; fill=False leaves tiles nobody sees unwritten."""
     rows, entries = queries.shape[0], keys.shape[0]
-    # The maximum of a GPU drops NaN: what is not finite in a query or a key goes around it, as a
-    # NaN in the weights of the query and in a term of the key that is 0 otherwise.
-    weights = weights + nothing(queries)
     queries, weights = pad_rows(queries, config.tokens), pad_rows(weights, config.tokens)
     tokens, heads, _ = queries.shape
     columns = -(-entries // config.entries) * config.entries
@@ -75,25 +72,19 @@ def indexer_scores(
         ),
         out_shape=jax.ShapeDtypeStruct((tokens, columns), jnp.float32),
         grid=(columns // config.entries, tokens // config.tokens),
-        in_specs=[pl.no_block_spec] * 5,
+        in_specs=[pl.no_block_spec] * 4,
         out_specs=pl.BlockSpec((config.tokens, config.entries), lambda n, t: (t, n)),
         compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="indexer_scores",
-    )(position.reshape(1), queries, keys, nothing(keys), weights)
+    )(position.reshape(1), queries, keys, weights)
     return scores[:rows]
-
-
-def nothing(x: jax.Array) -> jax.Array:
-    """0 for every row of x [..., C], float32 [...]; NaN where a row holds NaN or infinity."""
-    return jnp.sum(x.astype(jnp.float32) * 0.0, axis=-1)
 
 
 def _kernel(
     position_ref,
     queries_ref,
     keys_ref,
-    nothing_ref,
     weights_ref,
     out_ref,
     *,
@@ -121,14 +112,13 @@ def _kernel(
             products = jax.lax.dot_general(
                 queries, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )
-            weight = plt.load(weights_ref.at[rows, head])
-            return scores + weight[:, None] * jnp.maximum(products, 0.0)
+            half = 0.5 * plt.load(weights_ref.at[rows, head])
+            return scores + half[:, None] * reference.twice_relu(products)
 
         scores = jax.lax.fori_loop(
             0, heads, add_head, jnp.zeros((config.tokens, config.entries), jnp.float32)
         )
         visible = columns[None, :] < jnp.minimum(seen, entries)[:, None]
-        scores = scores + plt.load(nothing_ref.at[column])[None, :]
         out_ref[...] = jnp.where(visible, scores, -jnp.inf)
 
     if fill:
