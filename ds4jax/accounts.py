@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import streaming
-from ds4jax import admission, events, peers
+from ds4jax import admission, events
 from ds4jax.experts import ExpertPlan
 from ds4jax.passes import PassReport
 from ds4jax.plan import Plan, RunPlan
@@ -187,8 +187,7 @@ def expected_bytes(plans: Sequence[Plan], passes: Sequence[PassReport]) -> dict[
                 total.update(predicted.bytes)
                 continue
             expert_bytes = predicted.most_bytes // predicted.most_items
-            by_tier = peers.paths(experts.residency.streamed, experts.tier, experts.peer)
-            for tier, streamed in by_tier.items():
+            for tier, streamed in experts.by_tier.items():
                 for layer, items in zip(plan.layers, streamed, strict=True):
                     chosen = np.count_nonzero(part.counts[layer, list(items)])
                     total[tier] += int(chosen) * expert_bytes

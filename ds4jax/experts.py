@@ -67,6 +67,11 @@ class ExpertPlan:
         """Whether any expert is streamed."""
         return any(self.residency.streamed)
 
+    @property
+    def by_tier(self) -> dict[str, peers.Items]:
+        """The streamed experts of each layer by the tier that they come from."""
+        return peers.paths(self.residency.streamed, self.tier, self.peer)
+
 
 def default_window(tier: str) -> int:
     """Units copied ahead unless told otherwise; the jitter of a disk needs one more."""
@@ -277,7 +282,7 @@ class ExpertPool:
         driver, node = _cuda(self.device)
         self.pinner = streaming.Pinner(driver)
         window = self.plan.resolved_window
-        by_tier = peers.paths(self.plan.residency.streamed, self.plan.tier, self.plan.peer)
+        by_tier = self.plan.by_tier
         budgets = peers.budgets(by_tier, self.plan.slab_bytes, self.layout.item_bytes, window)
         streamers = []
         for tier, streamed in by_tier.items():

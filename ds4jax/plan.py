@@ -119,14 +119,15 @@ class RunPlan:
             stage.host_experts + stage.peer_experts + stage.relayed_experts
             for stage in priced.stages
         )
+        streamed = self._streamed()
         return Prediction(
             seconds=max(priced.objective_ns, self._shared_ns(priced)) / 1e9,
             compute_s=schedule.passes * slowest.compute_ns / 1e9,
             copy_s=schedule.passes * slowest.stream_ns / 1e9,
             bubble_s=priced.bubble_ns / 1e9,
             moved_bytes={
-                tier: moved * count // sum(self._streamed().values()) * problem.expert_bytes
-                for tier, count in self._streamed().items()
+                tier: moved * count // sum(streamed.values()) * problem.expert_bytes
+                for tier, count in streamed.items()
             },
             exact=set(schedule.distinct) == {self.run.experts},
         )
@@ -136,8 +137,7 @@ class RunPlan:
         found: dict[str, int] = {}
         for plan in self.stages:
             if plan.experts.streams:
-                by_tier = peers.paths(plan.experts.residency.streamed, self.tier, plan.experts.peer)
-                for tier, items in by_tier.items():
+                for tier, items in plan.experts.by_tier.items():
                     found[tier] = found.get(tier, 0) + sum(map(len, items))
         return found
 
@@ -296,14 +296,16 @@ def _with_neighbours(
     indices, idle  what the devices of `run` are called: those that may have stages, and the others
     Raises PlanError as `_search` does.
     """
-    alone, refusal = _alone(run, len(indices)), None
+    asked, refusal = run.config.peer.automatic and bool(run.machine.peers), None
     found: dict[str, RunPlan] = {}
     for name, (holds, relays) in _NEIGHBOURS.items():
-        if name != "none" and not (run.config.peer.automatic and run.machine.peers):
+        if name == "none":
+            served, places = _alone(run, len(indices)), indices
+        elif asked:
+            machine = run.machine.serving(holds=holds, relays=relays)
+            served, places = dataclasses.replace(run, machine=machine), [*indices, *idle]
+        else:
             break
-        machine = run.machine.serving(holds=holds, relays=relays)
-        served = dataclasses.replace(run, machine=machine) if name != "none" else alone
-        places = [*indices, *idle] if name != "none" else indices
         try:
             plan = _search(served, prompts, places=places, stages=len(indices))
         except PlanError as error:
@@ -319,7 +321,6 @@ def _with_neighbours(
     best = min(found, key=lambda name: found[name].choice.objective_ns)
     if "none" in found and 100 * dict(times)[best] > 99 * dict(times)["none"]:
         best = "none"  # less than 1 % is not worth another device
-    asked = run.config.peer.automatic and run.machine.peers
     return dataclasses.replace(found[best], neighbours=times if asked else ())
 
 
