@@ -41,8 +41,13 @@ def select_entries(
     scores = indexer_scores(queries, keys, weights, position, ratio=ratio)
     tokens = position + jnp.arange(queries.shape[0], dtype=jnp.int32)
     seen = jnp.minimum((tokens + 1) // ratio, keys.shape[0])
-    best, nan = top_k_reference.top_k(scores, k), jnp.any(jnp.isnan(scores), axis=1)
-    return selection(best, nan, seen)
+    return select(scores, k, seen)
+
+
+def select(scores: jax.Array, k: int, seen: jax.Array) -> jax.Array:
+    """What tokens select that see the first seen [T] of the entries that scores [T, N] are of."""
+    nan = jnp.any(jnp.isnan(scores), axis=1)
+    return selection(top_k_reference.top_k(scores, k), nan, seen)
 
 
 def selection(best: jax.Array, nan: jax.Array, seen: jax.Array) -> jax.Array:

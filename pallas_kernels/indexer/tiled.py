@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from pallas_kernels.indexer import reference
 from pallas_kernels.online_softmax import precision
 from pallas_kernels.tiles import map_tiles, pad_rows, slice_rows
-from pallas_kernels.top_k import reference as top_k_reference
 
 TOKENS = 16  # tokens of a tile
 ENTRIES = 128  # entries of a block
@@ -44,8 +43,7 @@ def select_entries(
 
         def best() -> jax.Array:
             scores = _scores(queries, keys, weights, start, position, ratio=ratio)
-            nan = jnp.any(jnp.isnan(scores), axis=1)
-            return reference.selection(top_k_reference.top_k(scores, k), nan, seen)
+            return reference.select(scores, k, seen)
 
         return jax.lax.cond(seen[-1] <= k, lambda: reference.all_visible(seen, k), best)
 
