@@ -353,20 +353,11 @@ class Bench:
         for _ in range(repeats):
             ledger, wall = self.run(streamer, steps, products, ids)
             walls.append(wall)
-            rates = ledger.copy_gb_per_s
             runs.append(
                 {
-                    "wall_s": wall,
-                    "overlap": ledger.overlap,
-                    "copy_busy_s": ledger.copy_busy_s,
-                    "compute_busy_s": ledger.compute_busy_s,
-                    "both_busy_s": ledger.both_busy_s,
-                    "stall_s": ledger.stall_s,
-                    "copy_gb_per_s_min": min(rates),
-                    "copy_gb_per_s_median": statistics.median(rates),
-                    "copy_gb_per_s_max": max(rates),
+                    **_account(ledger, wall),
                     "histogram": ledger.histogram(),
-                    "copies": [round(rate, 2) for rate in rates],
+                    "copies": [round(rate, 2) for rate in ledger.copy_gb_per_s],
                 }
             )
         middle = statistics.median(walls)
@@ -621,7 +612,7 @@ class Bench:
                 "storage_bytes": ledger.storage_bytes,
                 "major_faults": ledger.major_faults,
                 "slow_fills": ledger.slow_fills,
-                **_disk_account(ledger, runs[-1][1]),
+                **_account(ledger, runs[-1][1]),
             }
             if repeats > 1:
                 unit_s = middle / len(steps)
@@ -640,7 +631,7 @@ class Bench:
                     "compute_alone_s": products * self.product_s * len(steps) * passes,
                     "median_wall_s": statistics.median(wall for _, wall in hidden),
                     "median_overlap": statistics.median(run.overlap or 0.0 for run, _ in hidden),
-                    "runs": [_disk_account(run, wall) for run, wall in hidden],
+                    "runs": [_account(run, wall) for run, wall in hidden],
                 }
         return found
 
@@ -649,8 +640,8 @@ class Bench:
             self.store.close()
 
 
-def _disk_account(ledger: Ledger, wall: float) -> dict[str, Any]:
-    """Where the time of a run from files went."""
+def _account(ledger: Ledger, wall: float) -> dict[str, Any]:
+    """Where the time of a run went."""
     rates = ledger.copy_gb_per_s
     return {
         "wall_s": wall,

@@ -91,11 +91,11 @@ def compile_all(
         return {key: program.result() for key, program in running.items()}
 
 
-def whole_op(spec: specs.Spec, quantize_input: bool, implementation: str):
-    """jitted (x, ids, weights, slab, where, shared) -> [T, D]."""
+def one_call(spec: specs.Spec, quantize_input: bool, implementation: str):
+    """(x, ids, weights, slab, where, slots or None) -> slots [T, k, D]."""
 
-    def run(x, ids, weights, slab, where, shared):
-        slots = expert_slots(
+    def run(x, ids, weights, slab, where, slots):
+        return expert_slots(
             x,
             ids,
             weights,
@@ -103,11 +103,17 @@ def whole_op(spec: specs.Spec, quantize_input: bool, implementation: str):
             where,
             limit=spec.swiglu_limit,
             quantize_input=quantize_input,
+            slots=slots,
             implementation=implementation,
         )
-        return combine_slots(slots, shared)
 
-    return jax.jit(run)
+    return run
+
+
+def whole_op(spec: specs.Spec, quantize_input: bool, implementation: str):
+    """jitted (x, ids, weights, slab, where, shared) -> [T, D]."""
+    call = one_call(spec, quantize_input, implementation)
+    return jax.jit(lambda *operands: combine_slots(call(*operands[:-1], None), operands[-1]))
 
 
 def check(
@@ -234,20 +240,7 @@ def time_calls(
         names[quantize_input] = implementation or preferred(
             x, ids, (slab,), whole, device, quantize_input=quantize_input
         )
-
-        def run(x, ids, weights, slab, where, slots, quantize_input=quantize_input):
-            return expert_slots(
-                x,
-                ids,
-                weights,
-                (slab,),
-                where,
-                limit=spec.swiglu_limit,
-                quantize_input=quantize_input,
-                slots=slots,
-                implementation=names[quantize_input],
-            )
-
+        run = one_call(spec, quantize_input, names[quantize_input])
         op = jax.jit(run, donate_argnums=5)
         slots = jax.ShapeDtypeStruct((*ids.shape, spec.hidden), x.dtype)
         for name, operands in (
