@@ -6,7 +6,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from absl import flags
 
@@ -117,12 +117,19 @@ def whole_numbers(flag: str, values: Sequence[str], *, least: int = 1) -> list[i
 
 def print_result(result: Mapping[str, Any]) -> None:
     """The result of a command: one line of JSON, the last one on stdout."""
-    print(json.dumps(result, ensure_ascii=False), flush=True)
+    _line(json.dumps(result, ensure_ascii=False), sys.stdout)
 
 
 def say(message: str) -> None:
     """A line for people, on stderr."""
-    print(message, file=sys.stderr, flush=True)
+    _line(message, sys.stderr)
+
+
+def _line(text: str, stream: TextIO) -> None:
+    """In one write also where output is not buffered: processes that share a stream print whole
+    lines (``print`` writes the end of the line by itself)."""
+    stream.write(f"{text}\n")
+    stream.flush()
 
 
 @contextlib.contextmanager

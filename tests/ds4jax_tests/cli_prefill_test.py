@@ -1,6 +1,7 @@
 """The command ds4jax-prefill: what it writes, what it prints, how it goes on and how it stops."""
 
 import hashlib
+import io
 import json
 import os
 import pathlib
@@ -13,7 +14,7 @@ import pytest
 
 import streaming
 from ds4jax import events, testing, text
-from ds4jax.cli import prefill
+from ds4jax.cli import common, prefill
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHUNK = 48
@@ -342,6 +343,27 @@ def test_profile_is_written_where_asked(checkpoint, tmp_path):
     profile = tmp_path / "profile"
     assert run(checkpoint, tmp_path / "run", "--prompt=x", f"--profile_dir={profile}") == 0
     assert list(profile.rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize(
+    ("name", "tell"),
+    [("stdout", lambda: common.print_result({})), ("stderr", lambda: common.say("{}"))],
+)
+def test_a_line_is_one_write_for_processes_that_share_a_stream(name, tell, monkeypatch):
+    writes = []
+
+    class Pipe(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            writes.append(bytes(data))
+            return len(data)
+
+    unbuffered = io.TextIOWrapper(Pipe(), encoding="utf-8", write_through=True)
+    monkeypatch.setattr(sys, name, unbuffered)
+    tell()
+    assert writes == [b"{}\n"]
 
 
 def test_help_lists_every_key_and_is_no_error(capsys):

@@ -4,7 +4,6 @@ The process of that rank does the job when it comes to its second micro-batch (h
 The job generate continues a prompt instead, through the engine, and prints what came of it.
 """
 
-import json
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ import numpy as np
 
 from ds4jax import engine, hosts, stages
 from ds4jax.cli import prefill
+from ds4jax.cli.common import print_result
 from ds4jax.report import array_hash
 from sharding import launcher
 
@@ -45,7 +45,7 @@ def generate(checkpoint: str, tokens: str) -> int:
     ):
         found = loaded.generate(ids, 4)
         told = {"tokens": found.tokens.tolist(), "rows": len(found.logits)}
-        print(json.dumps({**told, "sha256": array_hash(found.logits, "<f4")}), flush=True)
+        print_result({**told, "sha256": array_hash(found.logits, "<f4")})
     return 0
 
 
