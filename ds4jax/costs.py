@@ -82,6 +82,11 @@ def row_shapes(chunk_tokens: int) -> tuple[int, ...]:
     return (*(rows for rows in SMALL_ROW_SHAPES if rows < chunk_tokens), chunk_tokens)
 
 
+def padded_rows(tokens: int, chunk_tokens: int) -> int:
+    """The rows that a chunk of `tokens` tokens is padded to."""
+    return next(rows for rows in row_shapes(chunk_tokens) if rows >= tokens)
+
+
 def uniform_distinct(config: ModelConfig, tokens: float) -> float:
     """Distinct experts that `tokens` tokens use if routing is independent and uniform."""
     share = config.num_experts_per_tok / config.n_routed_experts

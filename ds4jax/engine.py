@@ -75,7 +75,7 @@ class Engine:
         self.config = config
         self.device = stages[0].device
         self.available_bytes = loaded.available_bytes
-        self.load_seconds = loaded.seconds
+        self.load_seconds, self.load_compiled = loaded.seconds, loaded.compiled
         self.fingerprint = loaded.fingerprint
         self.row_shapes = row_shapes(config.prefill.chunk_tokens)
         # Of all stages of the run, wherever they are.
@@ -460,8 +460,8 @@ def load(
     config         a RunConfig, a TOML file, dotted overrides such as
                    {"prefill.chunk_tokens": 1024}, or None for the defaults
     prompt_tokens  of the longest sequence that is going to be read, or of all of them, when known:
-                   the plan is made for these, and a state that does not fit is refused now
-                   instead of at the prompt
+                   the plan is made for these, their programs are compiled while the weights are
+                   loaded, and a state that does not fit is refused now instead of at the prompt
     hosts          the processes of the run, see `hosts.joined`: this one loads the layers of its
                    own stages, and all of them have to make the same calls
 

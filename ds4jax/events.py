@@ -65,6 +65,24 @@ class ChunkDone:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProgramsAwaited:
+    """The weights are there, programs that were begun meanwhile are still being compiled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramsCompiled:
+    """The programs that the prompts are known to need are there.
+
+    seconds         that compiling each of them took, added up; several are compiled at once
+    waited_seconds  of them that came after the weights
+    """
+
+    programs: int
+    seconds: float
+    waited_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerDone:
     """A micro-batch of `chunks` chunks has been handed to the device up to and with `layer`.
 
@@ -107,7 +125,15 @@ class PassDone:
     layers: tuple[LayerPass, ...]
 
 
-Event = WeightsLoaded | PromptStarted | ChunkDone | LayerDone | PassDone
+Event = (
+    WeightsLoaded
+    | ProgramsAwaited
+    | ProgramsCompiled
+    | PromptStarted
+    | ChunkDone
+    | LayerDone
+    | PassDone
+)
 Observer = Callable[[Event], None]
 
 
@@ -198,6 +224,14 @@ def plain(
                 line = f"loaded {_gib(event.done_bytes)} of {_gib(event.total_bytes)}"
                 if event.seconds:
                     line += f" at {event.done_bytes / event.seconds / 1e9:.2f} GB/s"
+            case ProgramsAwaited():
+                line, due = "compiling programs", True
+            case ProgramsCompiled():
+                due = True
+                line = (
+                    f"compiled {event.programs} programs in {event.seconds:.1f} s of work, "
+                    f"{event.waited_seconds:.1f} s of waiting"
+                )
             case ChunkDone():
                 due = event.chunk == 0 or event.done == event.total
                 line = (

@@ -78,6 +78,24 @@ def default_window(tier: str) -> int:
     return streamers.RAM_WINDOW if tier == "ram" else streamers.DISK_WINDOW
 
 
+def slab_sizes(plan: ExpertPlan, item_bytes: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Of every layer: the experts of its resident slab and those of its streamed ones, in order.
+
+    Of whole layers from host memory or disk; nothing is said where a neighbour takes part.
+    """
+    residency, found, items = plan.residency, [], 0
+    if plan.peer is not None:
+        return [((), ())] * len(residency.resident)
+    if plan.streams:
+        share = max(map(len, residency.streamed))
+        items = arithmetic.wave_items(share, item_bytes, plan.resolved_window, plan.slab_bytes)
+    for resident, streamed in zip(residency.resident, residency.streamed, strict=True):
+        waves = arithmetic.wave_ranges(len(streamed), items) if items else []
+        stay = (len(resident),) if resident else ()
+        found.append((stay, tuple(end - begin for begin, end in waves)))
+    return found
+
+
 def slab_layout(source: TensorSource, layers: int) -> streaming.SlabLayout:
     """The routed experts of `layers` layers as items; components are the fields of `ExpertSlab`."""
     slab = loading.empty_expert_slab(source.config, keys.expert_format(source), 1)

@@ -386,6 +386,8 @@ def run_record(
         "prefill_s": round(seconds, 6),
         "rate_tokens_per_s": round(read / seconds, 3) if seconds else 0.0,
         "load_s": round(engine.load_seconds, 6),
+        "load_compiled_programs": engine.load_compiled[0],
+        "load_compile_s": round(engine.load_compiled[1], 6),
         "compiled_programs": sum(programs for programs, _ in compiled),
         "compile_s": round(sum(seconds for _, seconds in compiled), 6),
         "bytes": {

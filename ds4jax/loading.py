@@ -12,12 +12,13 @@ from ds4jax.cache import capacity_for
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint import load as weights
 from ds4jax.checkpoint.source import TensorSource
+from ds4jax.compiling import Compiler, chunk_shapes, stage_programs
 from ds4jax.config import ConfigError, Numerics
 from ds4jax.experts import ExpertPool
 from ds4jax.hosts import Hosts
 from ds4jax.plan import Plan, RunPlan, plan_local
 from ds4jax.report import versions
-from ds4jax.run_config import RunConfig, StreamingConfig
+from ds4jax.run_config import RunConfig
 from ds4jax.runner import Runner
 from ds4jax.stages import Stage
 
@@ -31,6 +32,7 @@ class Loaded:
     run_plan         of the whole run; None in a run of several processes
     available_bytes  memory of all devices that are used
     seconds          what checking, planning and loading took
+    compiled         programs that were compiled beside it, and the seconds of each, added up
     fingerprint      of the checkpoint
     """
 
@@ -40,6 +42,7 @@ class Loaded:
     run_plan: RunPlan | None
     available_bytes: int
     seconds: float
+    compiled: tuple[int, float]
     fingerprint: str
 
 
@@ -85,7 +88,16 @@ def load_model(
     def on_bytes(done: int) -> None:
         on_event(events.WeightsLoaded(done, total, time.perf_counter() - began))
 
-    stages = load_stages(source, plans, devices, numerics, run_config.streaming, on_bytes)
+    with Compiler() as compiler:
+        stages = load_stages(
+            source, plans, devices, numerics, run_config, prompts, on_bytes, compiler
+        )
+        if prompts:
+            on_event(events.ProgramsAwaited())
+        loaded = time.perf_counter()
+        compiled = compiler.wait()
+        if prompts:
+            on_event(events.ProgramsCompiled(*compiled, time.perf_counter() - loaded))
     if parts is not None:
         by_id = {each.id: each for each in jax.devices()}
         plans = [plan for part in parts for plan in part.plans]
@@ -100,6 +112,7 @@ def load_model(
         run_plan,
         available,
         seconds,
+        compiled,
         fingerprint,
     )
 
@@ -148,21 +161,30 @@ def load_stages(
     plans: Sequence[Plan],
     devices: Sequence[jax.Device],
     numerics: Numerics,
-    options: StreamingConfig,
+    run_config: RunConfig,
+    prompts: Sequence[int],
     on_bytes: Callable[[int], None],
+    compiler: Compiler,
 ) -> list[Stage]:
     """Loads every plan onto its device; on_bytes is told the bytes that are there so far.
 
-    Layers without a plan are not loaded.
+    Layers without a plan are not loaded. The compiler starts on what `prompts`, of so many tokens,
+    need, as soon as experts are all that is left to load.
     """
+    options = run_config.streaming
+    shapes = chunk_shapes(prompts, run_config, source.config)
     places: list[jax.Device | None] = [None] * source.config.num_hidden_layers
     for plan, device in zip(plans, devices, strict=True):
         places[plan.layers.start : plan.layers.stop] = [device] * len(plan.layers)
     transformer = weights.load_resident(source, device=places)
     loaded = sum(plan.price.weights_bytes for plan in plans)
     on_bytes(loaded)
+    runners = [Runner(transformer, numerics, plan.layers) for plan in plans]
+    for plan, device, runner in zip(plans, devices, runners, strict=True):
+        programs = stage_programs(source, plan, device, runner, shapes, run_config.prefill)
+        compiler.add(device, programs)
     stages = []
-    for plan, device in zip(plans, devices, strict=True):
+    for plan, device, runner in zip(plans, devices, runners, strict=True):
         before = loaded
 
         def on_experts(done: int, before: int = before) -> None:
@@ -179,6 +201,5 @@ def load_stages(
             reader=options.reader,
             on_bytes=on_experts,
         )
-        runner = Runner(transformer, numerics, plan.layers)
         stages.append(Stage(plan, device, runner, pool, options))
     return stages

@@ -62,7 +62,8 @@ class Outputs:
         device_seconds = sum(report.work_seconds)
         for piece, leaving, seconds in zip(slices, streams, report.work_seconds, strict=True):
             reading, began = self._readings[piece.job.index], time.perf_counter()
-            self._put_rows(piece, leaving, reading)
+            with jax.default_device(self._stage.device):
+                self._put_rows(piece, leaving, reading)
             self._compiled.add(piece.rows)
             programs, compile_seconds = compiled()
             compiled = COMPILED.measure()

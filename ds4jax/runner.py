@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,44 @@ from pallas_kernels import routed_experts
 # products go to the vendor library, which chooses by shape.
 _SAME_BITS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 program = functools.partial(jax.jit, compiler_options=_SAME_BITS)
+
+Abstract = jax.Array | jax.ShapeDtypeStruct
+
+
+class Program:
+    """A jitted function with arguments, arrays or their shapes on a device; runs nothing."""
+
+    def __init__(self, function: Any, *args: Any):
+        self.function, self.args = function, args
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for calls that are one program."""
+        leaves, tree = jax.tree.flatten(self.args)
+        return self.function, tree, *(_key(leaf) for leaf in leaves)
+
+    def outputs(self) -> Any:
+        """Shapes of what it returns, on the device of its arguments."""
+        leaves = jax.tree.leaves(self.args)
+        sharding = next(leaf.sharding for leaf in leaves if getattr(leaf, "sharding", None))
+        return abstract_on(sharding, self.function.eval_shape(*self.args))
+
+    def lower(self) -> jax.stages.Lowered:
+        """Traces and lowers it; what this compiles to is what a call with such arguments runs."""
+        return self.function.lower(*self.args)
+
+
+def _key(leaf: Any) -> Hashable:
+    if not hasattr(leaf, "shape"):
+        return leaf
+    return leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)
+
+
+def abstract_on(sharding: jax.sharding.Sharding, tree: Any) -> Any:
+    """Shapes of the arrays of `tree`, to be found at `sharding`."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+    )
 
 
 @functools.partial(program, static_argnames=("streams", "numerics"))
@@ -192,30 +230,50 @@ class Runner:
         """The end of a layer; consumes `streams`."""
         return _finish(self._finish_parts[layer], streams, routing, slots, self.numerics)
 
-    def lower(
+    def layer_programs(
         self,
         layer: int,
         *,
-        streams: jax.Array,
+        streams: Abstract,
         state: LayerState,
         chunk: Chunk,
-        routing: Routing,
-        slabs: LayerSlabs,
-        slots: jax.Array,
-    ) -> dict[str, jax.stages.Lowered]:
+        slabs: Sequence[LayerSlabs],
+    ) -> dict[str, Program]:
         """The programs of a layer's parts for arguments of these shapes; runs nothing.
 
-        "more experts" are those of a later call for other experts of the layer.
+        slabs  that its experts come in, one call each: "experts 0" is the first one
         """
-        attend, finish = self._attend_parts[layer], self._finish_parts[layer]
-        limit, rounded = self.config.swiglu_limit, self.numerics.q1
-        return {
-            "attend": _attend.lower(attend, streams, state, chunk, self.numerics),
-            "route": _route.lower(self._route_parts[layer], streams, chunk, self.numerics),
-            "experts": _experts.lower(routing, *slabs, None, limit, rounded),
-            "more experts": _experts.lower(routing, *slabs, slots, limit, rounded),
-            "finish": _finish.lower(finish, streams, routing, slots, self.numerics),
+        numerics, limit = self.numerics, self.config.swiglu_limit
+        programs = {
+            "attend": Program(_attend, self._attend_parts[layer], streams, state, chunk, numerics),
+            "route": Program(_route, self._route_parts[layer], streams, chunk, numerics),
         }
+        routing, slots = programs["route"].outputs(), None
+        for number, (experts, where) in enumerate(slabs):
+            program = Program(_experts, routing, experts, where, slots, limit, numerics.q1)
+            programs[f"experts {number}"] = program
+            slots = slots or program.outputs()
+        if slots is not None:
+            part = self._finish_parts[layer]
+            programs["finish"] = Program(_finish, part, streams, routing, slots, numerics)
+        return programs
+
+    def embed_program(self, chunk: Chunk) -> Program:
+        """Of `embed`."""
+        return Program(_embed, self._table, chunk.tokens, self.config.hc_mult, self.numerics)
+
+    def head_programs(self, streams: Abstract, mode: str, top: int) -> list[Program]:
+        """Of `logits`, with a single row where the mode is "last", or of `logprobs`."""
+        zero = np.int32(0)
+        if mode == "logprobs":
+            following = np.zeros(streams.shape[0], np.int32)
+            return [Program(_logprobs, self._head, streams, zero, following, top)]
+        tile = Program(_logits, self._head, streams, zero)
+        return [tile, Program(_row, tile.outputs(), zero)] if mode == "last" else [tile]
+
+    def tick_program(self, array: Abstract) -> Program:
+        """Of `tick`."""
+        return Program(_tick, array)
 
     def tick(self, array: jax.Array) -> jax.Array:
         """One element of `array`: ready when the array is, and not donated to anything."""

@@ -84,9 +84,15 @@ class Bench:
                 "compile_s": compile_s,
                 "peak_rise_bytes": self._peak() - before,
             }
-        lowered = runner.lower(layer, **held, chunk=chunk, slabs=self.slabs[layer])
-        for name, program in lowered.items():
-            memory, part = program.compile().memory_analysis(), found[name.split()[-1]]
+        programs = runner.layer_programs(
+            layer,
+            streams=held["streams"],
+            state=held["state"],
+            chunk=chunk,
+            slabs=[self.slabs[layer]] * 2,
+        )
+        for name, program in programs.items():
+            memory, part = program.lower().compile().memory_analysis(), found[name.split()[0]]
             if memory:
                 part["temp_bytes"] = max(memory.temp_size_in_bytes, part.get("temp_bytes", 0))
         ids = np.asarray(held["routing"].ids)

@@ -161,6 +161,15 @@ def empty_expert_slab(config: ModelConfig, format: keys.ExpertFormat, experts: i
     )
 
 
+def abstract_expert_slab(source: TensorSource, experts: int, *, resident: bool) -> ExpertSlab:
+    """The shapes of a slab of a main layer, as it stays on a device or as it is streamed."""
+    one = empty_expert_slab(source.config, keys.expert_format(source), 1)
+    slab = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct((experts, *array.shape[1:]), array.dtype), one
+    )
+    return jax.eval_shape(with_scale_range, slab) if resident else slab
+
+
 def slab_parts(
     slab: ExpertSlab, layer: int | str, experts: Sequence[int]
 ) -> list[tuple[str, np.ndarray]]:
