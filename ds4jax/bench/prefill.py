@@ -427,6 +427,8 @@ def plan_facts(engine: Engine) -> dict[str, Any]:
         "store_bytes": plan.store_bytes,
         "available_bytes": engine.available_bytes,
         "load_s": engine.load_seconds,
+        "load_compiled_programs": engine.load_compiled[0],
+        "load_compile_s": engine.load_compiled[1],
     }
 
 
@@ -645,7 +647,9 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _loaded(plan: Mapping[str, Any]) -> str:
     low, high = plan["resident_experts_per_layer"]
     return (
-        f"loaded {plan['layers']} layers in {plan['load_s']:.1f} s: {low}..{high} resident experts "
+        f"loaded {plan['layers']} layers in {plan['load_s']:.1f} s, "
+        f"{plan['load_compiled_programs']} programs compiled beside ({plan['load_compile_s']:.1f} s "
+        f"added up): {low}..{high} resident experts "
         f"per layer, {plan['streamed_experts']} streamed from {plan['tier']} "
         f"({plan['store_bytes'] / 1e9:.1f} GB), {plan['order']} over "
         f"{plan['micro_batch_tokens']} tokens, planned "
