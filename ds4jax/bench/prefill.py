@@ -648,9 +648,9 @@ def _loaded(plan: Mapping[str, Any]) -> str:
     low, high = plan["resident_experts_per_layer"]
     return (
         f"loaded {plan['layers']} layers in {plan['load_s']:.1f} s, "
-        f"{plan['load_compiled_programs']} programs compiled beside ({plan['load_compile_s']:.1f} s "
-        f"added up): {low}..{high} resident experts "
-        f"per layer, {plan['streamed_experts']} streamed from {plan['tier']} "
+        f"{plan['load_compiled_programs']} programs compiled beside "
+        f"({plan['load_compile_s']:.1f} s added up): {low}..{high} resident experts per layer, "
+        f"{plan['streamed_experts']} streamed from {plan['tier']} "
         f"({plan['store_bytes'] / 1e9:.1f} GB), {plan['order']} over "
         f"{plan['micro_batch_tokens']} tokens, planned "
         f"{plan['price_bytes']['total'] / 1e9:.1f} of {plan['available_bytes'] / 1e9:.1f} GB"
