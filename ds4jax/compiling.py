@@ -6,11 +6,11 @@ program compiled; one that was not foreseen is compiled when it is called, as wi
 """
 
 import concurrent.futures as futures
+import functools
 import os
 import threading
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from functools import partial
 from types import TracebackType
 
 import jax
@@ -62,13 +62,14 @@ def stage_programs(
     where = jax.ShapeDtypeStruct((config.n_routed_experts,), jnp.int32)
     no_tokens = np.zeros(0, np.int32)
 
+    @functools.cache  # for all layers with as many experts
     def slab(experts: int, *, resident: bool) -> LayerSlabs:
         made = abstract_expert_slab(source, experts, resident=resident)
         return abstract_on(here, ((made,), where))
 
     for rows, capacity in shapes:
         state = abstract_on(here, abstract_state(config, runner.numerics, capacity))
-        chunk = abstract_on(here, jax.eval_shape(partial(make_chunk, no_tokens, 0, rows)))
+        chunk = abstract_on(here, jax.eval_shape(functools.partial(make_chunk, no_tokens, 0, rows)))
         if runner.layers.start == 0:
             yield runner.embed_program(chunk)
         shape = (rows, config.hc_mult, config.hidden_size)
