@@ -14,13 +14,36 @@ from ds4jax import admission, costs
 from ds4jax.config import ConfigError
 from ds4jax.experts import LINK_BYTES_PER_S
 from ds4jax.run_config import RunConfig
-from sharding.cost import DeviceCost, HostCost, PeerLink, uniform_links
+from sharding import schema
+from sharding.cost import DeviceCost, HostCost, PeerLink, PlanError, uniform_links
 from sharding.machine import machine_rows, read_machine
 
 _DISK_BYTES_PER_S = 2_000_000_000  # of a file that is not in the page cache, until it is measured
 _UPLOAD_NS = 50_000  # of an upload, beside its bytes, until it is measured
 _PEER_BYTES_PER_S = 50_000_000_000  # between devices of one host, until it is measured
 _NETWORK_BYTES_PER_S = 10_000_000_000  # between hosts
+
+_PART = {
+    "median_s": schema.POSITIVE,
+    "temp_bytes?": schema.COUNT,
+    "matrix_flops": schema.AMOUNT,
+    "float32_flops": schema.AMOUNT,
+    "nbytes": schema.POSITIVE,
+}
+# What is read of the layers of a machine file.
+_LAYERS = {
+    "device": schema.TEXT,
+    "rates": {field.name: schema.RATE for field in dataclasses.fields(costs.Rates)},
+    "widths": {"*": schema.COUNT},
+    "rows": [
+        {
+            "kind": schema.TEXT,
+            "tokens": schema.ONE_OR_MORE,
+            "position": schema.COUNT,
+            "parts": dict.fromkeys(costs.PARTS, _PART),
+        }
+    ],
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +142,7 @@ def local_machine(
                 "ds4jax.cli.probe --out=FILE"
             )
     limits = [record["devices"][known.index(each)].get("memory_bytes") for each in wanted]
-    usable = [min(each, limit or each) for each, limit in zip(usable, limits, strict=True)]
+    usable = [min(each, int(limit or each)) for each, limit in zip(usable, limits, strict=True)]
     return _from_record(record, wanted, usable, host, item_bytes, one_memory)
 
 
@@ -233,7 +256,7 @@ def planned_machine(
                 f"config.machine.file: {config.machine.file} does not tell the memory of device "
                 f"{row['id']}: set config.memory.device_bytes"
             )
-        memory.append(min(limit or budget or 0, budget or limit or 0))
+        memory.append(int(min(limit or budget or 0, budget or limit or 0)))
     return _from_record(record, ids, memory, host, item_bytes, False)
 
 
@@ -276,21 +299,22 @@ def _from_record(
     part = {**record, "devices": [by_id[each] for each in ids]}
     rows = machine_rows(part, memory_bytes=memory, expert_bytes=item_bytes)
     notes = list(rows.notes)
-    disk = record.get("disk", {}).get("cold_bytes_per_s")
+    disk = (record.get("disk") or {}).get("cold_bytes_per_s")
     if disk is None:
         notes.append(f"the disk was not measured: priced at {_DISK_BYTES_PER_S / 1e9:.0f} GB/s")
-    float32 = [row["matmul_flops_per_s"].get("float32", 0) for row in part["devices"]]
+    float32 = [row["matmul_flops_per_s"].get("float32") or 0 for row in part["devices"]]
     rates = costs.Rates(
         rows.flops_per_s, max(float32) or rows.flops_per_s / 12, rows.memory_bytes_per_s
     )
-    if "layers" in record:
-        table = costs.LayerTable(record["layers"])
+    if record.get("layers") is not None:
+        table = _layer_table(record["layers"])
         # Layers were timed on the first device; rates are those of the fastest one.
         first = record["devices"][0]
         if first["id"] in ids:
             factor = 1000 / rows.devices[list(ids).index(first["id"])].speed_permille
         else:
-            factor = rows.flops_per_s / first["matmul_flops_per_s"]["bfloat16"]
+            measured = first["matmul_flops_per_s"].get("bfloat16")
+            factor = rows.flops_per_s / measured if measured else 1.0
         rates = _scaled(table.rates, factor)
     else:
         table = costs.measured_h200()
@@ -301,13 +325,22 @@ def _from_record(
         link_bytes_per_s=rows.link_bytes_per_s,
         upload_overhead_ns=rows.upload_overhead_ns,
         host_bytes=host,
-        disk_bytes_per_s=disk or _DISK_BYTES_PER_S,
+        disk_bytes_per_s=int(disk or _DISK_BYTES_PER_S),
         rates=rates,
         table=table,
         one_memory=one_memory,
         peers=rows.peers,
         notes=tuple(notes),
     )
+
+
+def _layer_table(record: Any) -> costs.LayerTable:
+    if (wrong := schema.problem(record, _LAYERS, "layers")) is not None:
+        raise PlanError(
+            f"config.machine.file: {wrong}: mend it, or make the file with python -m "
+            "ds4jax.cli.probe --out=FILE --model=MODEL.json"
+        )
+    return costs.LayerTable(record, "config.machine.file")
 
 
 def _scaled(rates: costs.Rates, factor: float) -> costs.Rates:

@@ -6,12 +6,38 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sharding import schema
 from sharding.cost import DeviceCost, HostCost, PeerLink, PlanError, transfer_ns, uniform_links
 
 # Rates closer than this are taken as equal, at the lowest of them: devices of one kind are then one
 # type for the planner, and its choice does not follow the noise of a measurement.
 _NOISE = 1.1
 _SHARED = 0.95  # devices that together reach less than this share of their sum share a limit
+
+_LADDER = [
+    {
+        "bytes": schema.RATE,
+        "bytes_per_s": schema.RATE,
+        "in_flight_bytes_per_s?": schema.RATE,
+    }
+]
+# What is read of a machine file; the rest of it is for people.
+_FORM = {
+    "platform": schema.TEXT,
+    "devices": [
+        {
+            "id": schema.COUNT,
+            "kind?": schema.TEXT,
+            "memory_bytes?": schema.RATE,
+            "memory_bytes_per_s?": schema.RATE,
+            "matmul_flops_per_s": {"*?": schema.RATE},
+            "host_to_device?": {"*?": _LADDER},
+        }
+    ],
+    "links": [{"source": schema.COUNT, "target": schema.COUNT, "ladder": _LADDER}],
+    "host_to_all_devices?": {"*?": {"bytes_per_s": schema.RATE}},
+    "disk?": {"cold_bytes_per_s?": schema.RATE},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +67,20 @@ def read_machine(path: str | os.PathLike[str]) -> dict[str, Any]:
             machine = json.load(file)
     except FileNotFoundError:
         raise PlanError(f"{where} does not exist: {advice}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"{where} cannot be read as a machine file ({error}): {advice}") from None
-    schema = machine.get("schema") if isinstance(machine, dict) else None
-    if schema != 1:
-        raise PlanError(f"{where} has schema {schema!r}, expected 1: {advice}")
+    version = machine.get("schema") if isinstance(machine, dict) else None
+    if version != 1:
+        raise PlanError(f"{where} has schema {version!r}, expected 1: {advice}")
     missing = [key for key in ("devices", "links", "platform") if key not in machine]
     if missing or not machine["devices"]:
         raise PlanError(f"{where} has no {missing or ['devices']}: {advice}")
+    wrong = schema.problem(machine, _FORM)
+    ids = [row["id"] for row in machine["devices"]] if wrong is None else []
+    if len(set(ids)) < len(ids):
+        wrong = f"devices have the ids {ids}, expected different ones"
+    if wrong is not None:
+        raise PlanError(f"{where}: {wrong}: mend it, or {advice}")
     return machine
 
 
@@ -71,14 +103,14 @@ def machine_rows(
     notes: list[str] = []
     rows = machine["devices"]
     if memory_bytes is None:
-        memory_bytes = [row.get("memory_bytes") or 0 for row in rows]
+        memory_bytes = [int(row.get("memory_bytes") or 0) for row in rows]
     if len(memory_bytes) != len(rows) or min(memory_bytes) < 1:
         raise PlanError(
             f"memory of the {len(rows)} devices is {list(memory_bytes)}, expected a size for each: "
             "give memory_bytes where the backend does not report it"
         )
-    flops = [row["matmul_flops_per_s"].get(dtype, 0) for row in rows]
-    memory_rates = [row.get("memory_bytes_per_s", 0) for row in rows]
+    flops = [int(row["matmul_flops_per_s"].get(dtype) or 0) for row in rows]
+    memory_rates = [int(row.get("memory_bytes_per_s") or 0) for row in rows]
     if min(flops) < 1 or min(memory_rates) < 1:
         raise PlanError(
             f"{dtype} products and memory rates of the devices are {flops} and {memory_rates}: "
@@ -96,11 +128,11 @@ def machine_rows(
         )
         for row, nbytes, link, rate in zip(rows, memory_bytes, links, flops, strict=True)
     )
-    together = machine.get("host_to_all_devices", {})
-    together = together.get("registered", together.get("pageable"))
+    together = machine.get("host_to_all_devices") or {}
+    together = together.get("registered") or together.get("pageable")
     limit = 0
     if together is not None and together["bytes_per_s"] < _SHARED * sum(links):
-        limit = together["bytes_per_s"]
+        limit = int(together["bytes_per_s"])
     matrix, peers = _links(machine, expert_bytes, notes)
     overheads = [_overhead_ns(ladder, expert_bytes) for ladder in ladders]
     return MachineRows(
@@ -126,12 +158,13 @@ def _level(rates: Sequence[int]) -> list[int]:
     return [levels[rate] for rate in rates]
 
 
-def _rate(step: Mapping[str, int]) -> int:
-    return step.get("in_flight_bytes_per_s", step["bytes_per_s"])
+def _rate(step: Mapping[str, Any]) -> int:
+    # Whole, whatever an edited file has: rows of the planner are integers.
+    return int(step.get("in_flight_bytes_per_s") or step["bytes_per_s"])
 
 
 def _upload_ladder(row: Mapping[str, Any], notes: list[str]) -> list[dict[str, int]]:
-    measured = row.get("host_to_device", {})
+    measured = row.get("host_to_device") or {}
     for kind in ("registered", "pageable"):
         if measured.get(kind):
             if kind == "pageable":
@@ -141,11 +174,12 @@ def _upload_ladder(row: Mapping[str, Any], notes: list[str]) -> list[dict[str, i
     return [{"bytes": 1 << 30, "bytes_per_s": row["memory_bytes_per_s"]}]
 
 
-def _overhead_ns(ladder: Sequence[Mapping[str, int]], nbytes: int) -> int:
+def _overhead_ns(ladder: Sequence[Mapping[str, Any]], nbytes: int) -> int:
     """What one upload of about `nbytes` takes longer than its bytes do at the best rate."""
     step = min(ladder, key=lambda step: abs(step["bytes"] - nbytes))
     best = max(_rate(step) for step in ladder)
-    return transfer_ns(step["bytes"], _rate(step)) - transfer_ns(step["bytes"], best)
+    size = int(step["bytes"])
+    return transfer_ns(size, _rate(step)) - transfer_ns(size, best)
 
 
 def _links(

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -86,11 +87,25 @@ def parse_flags(flag_values: flags.FlagValues, argv: Sequence[str], doc: str) ->
     try:
         rest = flag_values(list(argv))[1:]
     except flags.Error as error:
-        raise UsageError(f"{error} (--help lists all flags)") from None
+        raise UsageError(f"{_expected(flag_values, error)} (--help lists all flags)") from None
     if flag_values["help"].value:
         raise _Help(_usage(flag_values, doc))
     if rest:
         raise UsageError(f"unexpected argument {rest[0]!r}: every argument is a --flag=value")
+
+
+_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+
+
+def _expected(flag_values: flags.FlagValues, error: flags.Error) -> str:
+    """What absl says of a flag, with what was expected in place of how Python failed to read it."""
+    text = str(error)
+    name = re.match(r"flag --([^=]+)=", text)
+    kind = _KINDS.get(flag_values[name[1]].flag_type()) if name else None
+    cause = error.__context__
+    if kind is None or cause is None or "is not a" in str(cause):  # a limit, which says it
+        return text
+    return f"{text.removesuffix(str(cause))}expected {kind}"
 
 
 def require_flag(flag_values: flags.FlagValues, name: str) -> str:

@@ -69,6 +69,7 @@ def _plan(argv: Sequence[str]) -> int:
         "host_bytes",
         None,
         "Host memory for streamed experts. Default: what is free here.",
+        lower_bound=0,
         flag_values=flag_values,
     )
     common.parse_flags(flag_values, argv, __doc__ or "")
@@ -79,6 +80,7 @@ def _plan(argv: Sequence[str]) -> int:
     config = config_from_flags(flag_values, {})
     with open_source(checkpoint, config.synthetic) as source:
         keys.check_complete(source)
+        _require_positions(prompts, source.config.max_position_embeddings, config)
         capacity = capacity_for(config, source.config, max(prompts))
         item = keys.expert_bytes(source.config, source.infos())
         count = _device_count(config, source.config.num_hidden_layers)
@@ -97,6 +99,16 @@ def _plan(argv: Sequence[str]) -> int:
         }
     )
     return common.OK
+
+
+def _require_positions(prompts: Sequence[int], positions: int, config: RunConfig) -> None:
+    """Refuses what a run would refuse: prompts longer than the model or the state has room for."""
+    room = config.prefill.max_tokens or positions
+    if (longest := max(prompts)) > min(positions, room):
+        where = "config.prefill.max_tokens" if room < positions else "the positions of the model"
+        raise common.UsageError(
+            f"--prompt_tokens has {longest}, expected at most {min(positions, room)} ({where})"
+        )
 
 
 def _device_count(config: RunConfig, layers: int) -> int | None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ds4jax import testing
+from ds4jax import costs, testing
 from ds4jax.checkpoint.safetensors import SafetensorsSource
 from ds4jax.cli import plan
 
@@ -122,6 +122,41 @@ def test_layers_are_split_over_unequal_devices(capsys, tmp_path):
     assert "runners-up:" in text
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("rates", "bytes_per_s"), float("nan"), "layers.rates.bytes_per_s is nan, expected a num"),
+        (("widths",), "x", "layers.widths is 'x', expected an object"),
+        (("rows", 0, "tokens"), 0, "layers.rows[0].tokens is 0, expected a whole number of at le"),
+        (("rows", 1, "parts", "route", "median_s"), float("inf"), "route.median_s is inf, expect"),
+        (("rows", 0, "parts", "attend", "temp_bytes"), "x", "temp_bytes is 'x', expected a whole"),
+    ],
+)
+def test_layer_times_that_no_machine_has_are_named(place, value, message, capsys, tmp_path):
+    part = layers = json.loads(json.dumps(costs.measured_h200().to_json()))
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    device = {
+        "id": 0,
+        "kind": "card",
+        "memory_bytes": 48 * 10**9,
+        "memory_bytes_per_s": 4 * 10**12,
+        "matmul_flops_per_s": {"bfloat16": 700 * 10**12},
+    }
+    machine = {"schema": 1, "platform": "gpu", "devices": [device], "links": [], "layers": layers}
+    (tmp_path / "machine.json").write_text(json.dumps(machine))
+    code, lines, err = run(
+        capsys,
+        "--checkpoint=synthetic:tiny",
+        "--prompt_tokens=5",
+        f"--config.machine.file={tmp_path / 'machine.json'}",
+    )
+    assert (code, lines) == (2, [])
+    assert err.startswith("error: config.machine.file: layers.")
+    assert message in err
+
+
 def test_no_weight_is_read(capsys, tmp_path, monkeypatch):
     folder = testing.write_checkpoint(tmp_path / "tiny")
 
@@ -148,6 +183,22 @@ def test_no_weight_is_read(capsys, tmp_path, monkeypatch):
             "are missing",
         ),
         (("--checkpoint=synthetic:tiny", "--prompt_tokens=0"), "--prompt_tokens"),
+        (
+            ("--checkpoint=synthetic:tiny", "--prompt_tokens=5,99999999999999"),
+            "--prompt_tokens has 99999999999999, expected at most 1048576 (the positions of",
+        ),
+        (
+            ("--checkpoint=synthetic:tiny", "--prompt_tokens=5", "--config.prefill.max_tokens=4"),
+            "--prompt_tokens has 5, expected at most 4 (config.prefill.max_tokens)",
+        ),
+        (
+            ("--checkpoint=synthetic:tiny", "--prompt_tokens=5", "--host_bytes=-1"),
+            "flag --host_bytes=-1: -1 is not a non-negative integer",
+        ),
+        (
+            ("--checkpoint=synthetic:tiny", "--prompt_tokens=5", "--host_bytes=1e9"),
+            "flag --host_bytes=1e9: expected a whole number (--help lists all flags)",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(capsys, arguments, message):

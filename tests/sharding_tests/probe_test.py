@@ -235,6 +235,9 @@ def machine(count=2, **changes):
 
 
 class MachineTest(parameterized.TestCase):
+    def folder(self):
+        return pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
     def test_rows_of_two_equal_devices_are_one_type(self):
         rows = machine_rows(machine(), expert_bytes=13_369_344)
         self.assertEqual([d.host_link_bytes_per_s for d in rows.devices], [53 * 10**9] * 2)
@@ -297,7 +300,7 @@ class MachineTest(parameterized.TestCase):
             machine_rows(described, expert_bytes=1000)
 
     def test_files_that_are_no_machine_files(self):
-        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        folder = self.folder()
         with self.assertRaisesRegex(PlanError, "does not exist: make it with"):
             read_machine(folder / "none.json")
         for content, message in (
@@ -313,6 +316,59 @@ class MachineTest(parameterized.TestCase):
                 read_machine(path)
         path.write_text(json.dumps(machine()))
         self.assertEqual(read_machine(path), machine())
+
+    @parameterized.parameters(
+        (("devices",), 5, "devices is 5, expected a list"),
+        (("devices", 0), None, r"devices\[0\] is None, expected an object"),
+        (("devices", 0, "id"), [1], r"devices\[0\].id is \[1\], expected a whole number"),
+        (("devices", 1, "id"), 0, r"devices have the ids \[0, 0\], expected different ones"),
+        (("devices", 1, "memory_bytes"), -1, r"devices\[1\].memory_bytes is -1, expected a number"),
+        (("devices", 0, "memory_bytes_per_s"), float("nan"), "memory_bytes_per_s is nan, expected"),
+        (("devices", 0, "matmul_flops_per_s", "bfloat16"), float("inf"), "bfloat16 is inf, expect"),
+        (("devices", 0, "matmul_flops_per_s", "bfloat16"), True, "bfloat16 is True, expected"),
+        (("devices", 0, "host_to_device", "registered"), {}, "registered is {}, expected a list"),
+        (
+            ("links", 0, "ladder", 0, "bytes_per_s"),
+            "9",
+            r"ladder\[0\].bytes_per_s is '9', expected",
+        ),
+        (("links", 0, "ladder", 0), {"bytes": 1}, r"ladder\[0\].bytes_per_s is absent"),
+        (("disk",), [], "disk is \\[\\], expected an object"),
+    )
+    def test_values_that_no_machine_has_are_named(self, place, value, message):
+        described = machine()
+        part = described
+        for key in place[:-1]:
+            part = part[key]
+        part[place[-1]] = value
+        path = self.folder() / "machine.json"
+        path.write_text(json.dumps(described))
+        with self.assertRaisesRegex(PlanError, rf"machine\.json: .*{message}.*: mend it, or make"):
+            read_machine(path)
+
+    @parameterized.parameters("[" * 100_000, '{"schema": ' + "1" * 5000 + "}")
+    def test_json_that_python_refuses(self, content):
+        path = self.folder() / "machine.json"
+        path.write_text(content)
+        with self.assertRaisesRegex(PlanError, "cannot be read as a machine file"):
+            read_machine(path)
+
+    def test_edited_rates_may_be_written_with_a_point_and_left_out_as_null(self):
+        described = machine(disk=None, host_to_all_devices=None)
+        for row in described["devices"]:
+            row["memory_bytes"] = float(row["memory_bytes"])
+            row["matmul_flops_per_s"]["bfloat16"] = 700e12
+            row["host_to_device"]["pageable"] = None
+            for step in row["host_to_device"]["registered"]:
+                step["bytes_per_s"], step["in_flight_bytes_per_s"] = 53.5e9, None
+        path = self.folder() / "machine.json"
+        del described["devices"][1]["host_to_device"]["pageable"]
+        path.write_text(json.dumps(described))
+        rows = machine_rows(read_machine(path), expert_bytes=13_369_344)
+        self.assertEqual([d.host_link_bytes_per_s for d in rows.devices], [53_500_000_000] * 2)
+        self.assertEqual(rows.upload_overhead_ns, 0)
+        for device in rows.devices:
+            self.assertIsInstance(device.memory_bytes, int)
 
 
 if __name__ == "__main__":
