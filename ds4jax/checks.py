@@ -7,6 +7,7 @@ import numpy as np
 
 from ds4jax.cache import PausedPass, SequenceState, abstract_state, state_capacity
 from ds4jax.config import ConfigError, ModelConfig, Numerics
+from ds4jax.costs import padded_rows
 from ds4jax.run_config import RunConfig
 from ds4jax.text import PromptError
 
@@ -100,4 +101,12 @@ def check_paused(
             f"paused: its chunks have {list(paused.tokens)} tokens, expected at most "
             f"config.prefill.chunk_tokens {chunk} each and {tokens} together: resume with the "
             "chunk size and the tokens of the run that was stopped"
+        )
+    rows = [streams.shape[0] for streams in paused.streams]
+    wanted = [padded_rows(length, chunk) for length in paused.tokens]
+    if rows != wanted:
+        raise ConfigError(
+            f"paused: its chunks of {list(paused.tokens)} tokens have {rows} rows, expected "
+            f"{wanted} with config.prefill.chunk_tokens {chunk}: resume with the chunk size of "
+            "the run that was stopped"
         )

@@ -82,6 +82,7 @@ class Engine:
         self.plans, self.devices = loaded.plans, loaded.devices
         self._hosts = hosts
         self._stages: Sequence[Stage] = stages
+        self._closed = threading.Event()  # shared by engines on the same weights
         # Row shapes whose head is compiled.
         self._shapes_seen: set[int] = set()
 
@@ -98,6 +99,7 @@ class Engine:
     @property
     def layers(self) -> range:
         """The layers of this process."""
+        self._require_open()
         return range(self._stages[0].layers.start, self._stages[-1].layers.stop)
 
     @property
@@ -137,6 +139,7 @@ class Engine:
 
     def close(self) -> None:
         """Lets go of the weights; using the engine afterwards raises RuntimeError."""
+        self._closed.set()
         for stage in self._stages:
             stage.pool.close()
         self._stages = ()
@@ -169,6 +172,7 @@ class Engine:
         Raises PromptError for an empty prompt, ids outside the vocabulary and prompts that are
         too long, ConfigError for a state of another model, PlanError when the state does not fit.
         """
+        self._require_open()
         if paused is not None:
             state, donate_state = paused.state, True
         tokens = self._check_prompt(ids, name, state)
@@ -196,9 +200,11 @@ class Engine:
 
         All prompts are checked before the first is read. Results come in order; with chunk-major
         order a caller that drops each state before asking for the next result holds one state at a
-        time, with layer-major order the sequences of a micro-batch hold theirs together. Arguments
+        time, with layer-major order the sequences of a micro-batch hold theirs together, and on
+        several stages all do. Between two results the engine can be used for other calls. Arguments
         are as in `prefill`; a stop ends the iteration after the sequences that it cut short.
         """
+        self._require_open()
         names = names or [f"prompt{i}" for i in range(len(prompts))]
         checked = [
             self._check_prompt(ids, name, None) for ids, name in zip(prompts, names, strict=True)
@@ -228,6 +234,7 @@ class Engine:
         lower id, and an end-of-sentence token does not end the generation. In a run of several
         processes the last one chooses, and alone has the logits.
         """
+        self._require_open()
         if count < 1:
             raise PromptError(f"the number of tokens to generate is {count}, expected at least 1")
         hosts, last = self._hosts, self._hosts is None or self._hosts.last
@@ -270,15 +277,13 @@ class Engine:
 
         def begin(slices: Sequence[Slice]) -> None:
             """Makes room for the sequences that these chunks are the first of."""
+            self._require_open()
             for job in {piece.job.index: piece.job for piece in slices}.values():
                 if job.index not in readings:
                     before = starts.pop(job.index, None)
                     reused = before.position if before is not None else 0
-                    self._make_room(job.index, before, reused + len(job.ids))
+                    self._make_room(job, before, reused + len(job.ids))
                     readings[job.index] = Reading(job, reused, sink)
-                    on_event(
-                        events.PromptStarted(job.index, job.prompts, job.name, len(job.ids), reused)
-                    )
 
         batches = micro_batches(
             jobs,
@@ -300,10 +305,14 @@ class Engine:
             self._hosts.agree_on_prompts([job.ids for job in jobs])
         try:
             if len(self.plans) > 1:
+                units = list(batches)
+                # Events belong to this thread, and what comes later begins on another one.
+                begin(units[0])
+                outputs.announce(units[0])
                 Pipelined(
                     self._stages,
                     self._hosts,
-                    list(batches),
+                    units,
                     readings,
                     begin=begin,
                     deliver=outputs.deliver,
@@ -315,6 +324,7 @@ class Engine:
             while (slices := following) is not None:
                 following = next(batches, None)
                 begin(slices)
+                outputs.announce(slices)
                 stop_state = self._read_batch(
                     slices, following, readings, outputs, on_event, stopped, paused
                 )
@@ -324,7 +334,8 @@ class Engine:
                     return
         finally:
             for stage in self._stages:
-                stage.states.clear()
+                for job in jobs:
+                    stage.states.pop(job, None)
                 stage.abandon()
 
     def _finished(
@@ -338,6 +349,7 @@ class Engine:
         for index in sorted(readings):
             reading = readings[index]
             if everything or reading.read == len(reading.job.ids):
+                self._require_open()
                 held = (paused or {}).get(index)
                 state = held.state if held is not None else self._state_of(reading)
                 yield readings.pop(index).result(str(self.numerics), state, held)
@@ -346,7 +358,7 @@ class Engine:
         """Takes the state of a sequence out of the stages."""
         layers: list[Any] = [None] * self.model_config.num_hidden_layers
         for stage in self._stages:
-            layers[stage.layers.start : stage.layers.stop] = stage.take_state(reading.job.index)
+            layers[stage.layers.start : stage.layers.stop] = stage.take_state(reading.job)
         return SequenceState(reading.reused + reading.read, tuple(layers))
 
     def _read_batch(
@@ -405,7 +417,7 @@ class Engine:
             )
         return held
 
-    def _make_room(self, sequence: int, state: SequenceState | None, tokens: int) -> None:
+    def _make_room(self, job: Job, state: SequenceState | None, tokens: int) -> None:
         """Gives the stages `state`, or an empty one, with buffers for `tokens` tokens."""
         config = self.model_config
         capacity = capacity_for(self.config, config, tokens)
@@ -428,7 +440,7 @@ class Engine:
                     )
                     for layer in stage.layers
                 ]
-            stage.states[sequence] = layers
+            stage.states[job] = layers
 
     def _check_prompt(
         self, ids: Sequence[int] | np.ndarray, name: str, state: SequenceState | None, more: int = 0
@@ -441,7 +453,7 @@ class Engine:
         return {layer for stage in self._stages for layer in stage.layers}
 
     def _require_open(self) -> None:
-        if not self._stages:
+        if self._closed.is_set():
             raise RuntimeError("the engine is closed: load the checkpoint again")
 
 

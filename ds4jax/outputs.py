@@ -38,8 +38,21 @@ class Outputs:
         self._options, self._mode = options, mode
         self._readings, self._compiled, self._on_event = readings, compiled, on_event
 
+    def announce(self, slices: Sequence[Slice]) -> None:
+        """Says which sequences begin with these chunks."""
+        for piece in slices:
+            job, reading = piece.job, self._readings[piece.job.index]
+            if not reading.announced:
+                reading.announced = True
+                self._on_event(
+                    events.PromptStarted(
+                        job.index, job.prompts, job.name, len(job.ids), reading.reused
+                    )
+                )
+
     def tell_pass(self, slices: Sequence[Slice], report: passes.PassReport, end_layer: int) -> None:
         """Says how a micro-batch went that has come to `end_layer`."""
+        self.announce(slices)
         for index in {piece.job.index for piece in slices}:
             self._readings[index].passes.append(report)
         tokens = sum(piece.length for piece in slices)

@@ -70,9 +70,9 @@ class PrefillResult:
     paused: PausedPass | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """One sequence to read, and its place in the run.
+    """One sequence to read, and its place in the run; another one is never equal to it.
 
     run_tokens  tokens of all sequences of the run; done_before those of the sequences before
     """
@@ -114,7 +114,7 @@ class Slice:
 
     def piece(self, reused: int) -> Piece:
         """What a stage needs to know of it; `reused` tokens of the sequence came with a state."""
-        return Piece(self.job.index, self.ids, reused + self.first, self.rows)
+        return Piece(self.job, self.ids, reused + self.first, self.rows)
 
 
 def micro_batches(
@@ -157,6 +157,7 @@ class Reading:
 
     def __init__(self, job: Job, reused: int, sink: Sink | None):
         self.job, self.reused, self.read = job, reused, 0
+        self.announced = False
         self.rows = _Rows()
         self.put = sink or self.rows.append
         self.chunks: list[events.ChunkDone] = []

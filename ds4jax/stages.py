@@ -6,7 +6,7 @@ is only the streams; a micro-batch is at one stage at a time, several of them ar
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import numpy as np
@@ -26,11 +26,11 @@ from ds4jax.runner import Runner
 class Piece:
     """A chunk of a sequence.
 
-    sequence  key of the sequence
+    sequence  key of the sequence, unlike those of any other call
     ids       i32 token ids; position of the first one; rows that the chunk is padded to
     """
 
-    sequence: int
+    sequence: Hashable
     ids: np.ndarray
     position: int
     rows: int
@@ -49,7 +49,7 @@ class Stage:
     ):
         self.plan, self.device, self.runner, self.pool = plan, device, runner, pool
         self.options = options
-        self.states: dict[int, list[LayerState]] = {}
+        self.states: dict[Hashable, list[LayerState]] = {}
         self._tables = runner.expert_tables()
         # What `prefetch` has started, and for which tokens.
         self._begun: list[streaming.Step] | None = None
@@ -70,7 +70,7 @@ class Stage:
         other.options = config.streaming
         return other
 
-    def take_state(self, sequence: int) -> tuple[LayerState, ...]:
+    def take_state(self, sequence: Hashable) -> tuple[LayerState, ...]:
         """The states of a sequence, which the stage forgets."""
         return tuple(self.states.pop(sequence))
 
@@ -83,7 +83,7 @@ class Stage:
         the embedding.
         All chunks go to the device here, ahead of the slabs: a later copy would wait behind these.
         """
-        sequences = sorted({piece.sequence for piece in pieces})
+        sequences = list(dict.fromkeys(piece.sequence for piece in pieces))
         works: list[passes.Work] = []
         shelf: Shelf[jax.Array] = Shelf(
             len(pieces), self.device, on_host=self.plan.activations == "host"

@@ -11,9 +11,10 @@ import pytest
 import ds4jax
 from ds4jax import engine as engines
 from ds4jax import events, testing
-from ds4jax.cache import capacity_for
+from ds4jax.cache import PausedPass, SequenceState, capacity_for
 from ds4jax.checkpoint.open import open_source
 from ds4jax.checkpoint.synthetic import SyntheticSource
+from ds4jax.checks import check_paused
 from ds4jax.config import ConfigError
 from ds4jax.costs import row_shapes
 from ds4jax.run_config import RunConfig
@@ -260,17 +261,67 @@ def test_state_of_another_numerics_setting_is_refused(engine, whole):
         other.prefill(IDS, whole.state)
 
 
+def test_stopped_pass_of_another_chunk_size_is_refused():
+    streams = np.zeros((CHUNK, 4, 128), np.float32)
+    paused = PausedPass(1, SequenceState(0, ()), (streams,), (CHUNK,))
+    config = RunConfig().replace({"prefill.chunk_tokens": 200})
+    with pytest.raises(ConfigError, match=r"\[48\] tokens have \[48\] rows, expected \[128\]"):
+        check_paused(paused, len(IDS), testing.tiny_config(), config, 1)
+
+
 def test_state_with_other_layers_is_refused(engine, whole):
     fewer = type(whole.state)(whole.state.position, whole.state.layers[:4])
     with pytest.raises(ConfigError, match=r"in 4 layers, expected .* in 5"):
         engine.prefill(IDS, fewer)
 
 
-def test_closed_engine_says_so():
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda engine, state: engine.prefill(IDS),
+        lambda engine, state: engine.prefill(IDS[CHUNK:], state),
+        lambda engine, state: engine.prefill_many([IDS]),
+        lambda engine, state: engine.generate(IDS[CHUNK:], 1, state),
+        lambda engine, state: engine.layers,
+    ],
+)
+def test_closed_engine_says_so(use):
     engine = load()
+    state = engine.prefill(IDS[:CHUNK]).state
+    other = engine.reconfigured(engine.config)
+    engine.close()
+    for each in (engine, other):
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            use(each, state)
+        each.close()  # once more does no harm
+
+
+@pytest.mark.parametrize("split", [None, "3,2"])
+def test_engine_that_is_closed_between_two_results_says_so(split):
+    engine = load(pipeline__split=split, pipeline__devices=split and "0,0")
+    results = engine.prefill_many([IDS[:5], IDS])
+    next(results)
     engine.close()
     with pytest.raises(RuntimeError, match="the engine is closed"):
-        engine.prefill(IDS)
+        next(results)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"streaming__order": "layer_major", "streaming__micro_batch_tokens": 4 * CHUNK},
+        {"pipeline__split": "3,2", "pipeline__devices": "0,0"},
+    ],
+    ids=["chunk_major", "layer_major", "stages"],
+)
+def test_engine_serves_other_calls_between_two_results(options, whole):
+    with load(**options) as engine:
+        results = engine.prefill_many([IDS[:5], IDS])
+        first = next(results)
+        assert len(engine.generate(IDS[5:9], 2, first.state).tokens) == 2
+        (second,) = results
+    np.testing.assert_array_equal(second.logits, whole.logits)
 
 
 def test_sources_are_found_by_what_the_checkpoint_argument_says(tmp_path):

@@ -172,6 +172,25 @@ def test_state_continues_on_another_split(reference):
         assert result_hash(engine.prefill(IDS[cut:], state=first.state)) == reference
 
 
+def test_events_of_several_stages_come_on_the_calling_thread():
+    seen: list[tuple[str, int, int]] = []
+
+    def observe(event: events.Event) -> None:
+        if isinstance(event, events.PromptStarted | events.ChunkDone):
+            seen.append((type(event).__name__, event.prompt, threading.get_ident()))
+
+    with load(pipeline__split="3,3", pipeline__devices="0,0") as engine:
+        list(engine.prefill_many([IDS[:20], IDS[:60]], on_event=observe))
+    here = threading.get_ident()
+    assert seen == [
+        ("PromptStarted", 0, here),
+        ("ChunkDone", 0, here),
+        ("PromptStarted", 1, here),
+        ("ChunkDone", 1, here),
+        ("ChunkDone", 1, here),
+    ]
+
+
 def test_several_prompts_in_one_run(reference):
     with load(pipeline__split="3,3", pipeline__devices="0,0") as engine:
         results = list(engine.prefill_many([IDS[:20], IDS, IDS[:60]]))
