@@ -374,10 +374,12 @@ def leave(code: int) -> NoReturn:
     A launched process that failed does not leave JAX in order, which would wait for the others.
     """
     if code and launcher.launched():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        time.sleep(_LEADER_S if launcher.leads() else 0.0)
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            time.sleep(_LEADER_S if launcher.leads() else 0.0)
+        finally:  # also when the launcher ends the run meanwhile
+            os._exit(code)
     sys.exit(code)
 
 

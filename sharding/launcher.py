@@ -495,6 +495,11 @@ class Launcher:
                 for child in self.children:
                     if child.code is None:
                         child.kill(signal.SIGKILL)
+            elif self.stopped_by is not None:  # asked again: they are, too, and may hurry
+                self.stopped_by = None
+                for child in self.children:
+                    if child.code is None:
+                        child.kill(polite)
             # What they have to tell each other in order to end well still arrives.
             for key, _ in self.selector.select(_POLL_S / 10):
                 key.data(key.fileobj)

@@ -442,6 +442,20 @@ def test_each_process_reads_its_part_of_a_checkpoint(command, tmp_path):
     assert len(shas) == 1
 
 
+def test_a_process_that_is_ended_while_it_leaves_keeps_its_code():
+    code = (
+        "import signal; from ds4jax import hosts; "
+        "signal.signal(signal.SIGALRM, hosts._terminated); "
+        "signal.setitimer(signal.ITIMER_REAL, 0.1); hosts.leave(2)"
+    )
+    environ = {**os.environ, "SHARDING_COORDINATOR": "nowhere:0", "SHARDING_RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environ, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_in_a_stage_ends_all_processes(rank, command):

@@ -49,10 +49,17 @@ def plain(job: str, argument: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         if job == "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if job == "twice":  # ends when it is interrupted a second time
+            signal.signal(signal.SIGINT, interrupted_once)
         if job == "leave":  # ends well, but leaves its child
             os._exit(0)
         say("waiting")
         wait_forever()
+
+
+def interrupted_once(number: int, frame: object) -> None:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(0))
+    say("interrupted")
 
 
 def pipeline(worker: Worker, kinds: list[str], die_at: int) -> None:

@@ -99,6 +99,14 @@ class OneHostTest(parameterized.TestCase):
         self.assertEqual(code, wanted)
         self.assertIn(f"the launcher of host 0 got {number.name}", err)
 
+    def test_a_second_signal_comes_to_the_processes_as_well(self):
+        process = start(2, "twice", "0", flags=["--grace_s=1000"])
+        for word in ("waiting", "interrupted"):
+            while word not in process.stdout.readline():
+                pass
+            process.send_signal(signal.SIGINT)
+        self.assertEqual(finish(process)[0], 130)
+
     def test_processes_end_when_their_launcher_is_killed(self):
         process = start(2, "wait", "0")
         while "waiting" not in process.stdout.readline():
