@@ -54,7 +54,7 @@ def exit_code(command: Callable[[Sequence[str]], int], argv: Sequence[str] | Non
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt as error:
-        print(f"stopped: {error or 'nothing was written'}", file=sys.stderr)
+        print(f"stopped: {str(error) or 'nothing was written'}", file=sys.stderr)
         return STOPPED
     except Exception as error:
         if (reason := _user_error_behind(error)) is not None:

@@ -265,6 +265,14 @@ def test_interrupted_run_ends_with_its_chunk_and_leaves_nothing(
     assert "stopped: after 48 tokens; nothing was written" in printed.err
 
 
+def test_interrupt_outside_of_reading_says_that_nothing_was_written(capsys):
+    def command(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    assert common.exit_code(command, []) == 130
+    assert capsys.readouterr().err == "stopped: nothing was written\n"
+
+
 def test_interrupted_run_with_saved_state_can_be_resumed(
     checkpoint, tokens, tmp_path, monkeypatch, capsys
 ):
