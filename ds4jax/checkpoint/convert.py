@@ -13,9 +13,12 @@ import numpy as np
 from ds4jax.checkpoint import converted, keys, load, storage
 from ds4jax.checkpoint.safetensors import SafetensorsSource
 from ds4jax.checkpoint.source import READ_THREADS, CheckpointError, TensorSource
+from sharding import schema
 
 STEP_BYTES = 256 << 20  # experts of about this size are in memory at once
 PROGRESS_NAME = "progress.json"
+_ANYTHING = schema.Leaf("a value", lambda value: True)
+_PROGRESS = {"source": schema.TEXT, "pieces": {"*": {"provenance": _ANYTHING, "sha256": _ANYTHING}}}
 COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 # Called after every piece with its name, the bytes done so far and the bytes in all.
@@ -39,8 +42,10 @@ def convert(
     """
     out_dir = pathlib.Path(out_dir)
     contents = keys.check_complete(source)
+    with storage.write_errors_reported(out_dir, 0):  # its name may be too long, for example
+        exists = out_dir.exists()
     identity = load.fingerprint(source)
-    if out_dir.exists():
+    if exists:
         if (
             not converted.is_converted(out_dir)
             or converted.read_index(out_dir)["source"] != identity
@@ -105,10 +110,11 @@ class _Job:
                 f"{self.folder} was begun from another checkpoint: delete it or choose another "
                 "folder"
             )
+        storage.require_form(path, progress, _PROGRESS)
         pieces = {
             name: piece
             for name, piece in progress["pieces"].items()
-            if piece["provenance"] == self._provenance(name)
+            if name in self.sizes and piece["provenance"] == self._provenance(name)
         }
         with concurrent.futures.ThreadPoolExecutor(READ_THREADS) as pool:
             intact = pool.map(lambda name: self._intact(name, pieces[name]["sha256"]), pieces)
@@ -133,9 +139,8 @@ class _Job:
         if name == "resident":
             return storage.hash_folder(path) == sha256
         components, nbytes = converted.slab_layout(self.source.config, self.format, str(path))
-        return path.stat().st_size == nbytes and not converted.changed_components(
-            components, sha256
-        )
+        whole = path.stat().st_size == nbytes and isinstance(sha256, dict)
+        return whole and not converted.changed_components(components, sha256)
 
     @property
     def missing_bytes(self) -> int:

@@ -24,12 +24,30 @@ import numpy as np
 
 from ds4jax.checkpoint import keys, storage
 from ds4jax.checkpoint.files import Extent, FolderSource
-from ds4jax.checkpoint.source import READ_THREADS, CheckpointError, TensorInfo
+from ds4jax.checkpoint.source import DTYPES, READ_THREADS, CheckpointError, TensorInfo
 from ds4jax.config import ModelConfig
+from sharding import schema
 
 FORMAT, VERSION = "ds4jax-converted", 1
 INDEX_NAME = "index.json"
 ALIGNMENT = 4096  # bytes
+
+_TENSOR = schema.Leaf("a dtype and a shape", lambda value: _is_tensor(value))
+_FORMATS = tuple(keys.EXPERT_FORMATS.values())
+_INDEX = {
+    "source": schema.TEXT,
+    "expert_format": schema.Leaf(f"one of {', '.join(_FORMATS)}", lambda value: value in _FORMATS),
+    "resident": {"sha256": schema.TEXT, "tensors": {"*": _TENSOR}},
+    "experts": {"*": {"*": schema.TEXT}},
+}
+
+
+def _is_tensor(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    dtype, shape = value
+    counts = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    return counts and isinstance(dtype, str) and dtype in DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +209,7 @@ def read_index(folder: pathlib.Path) -> dict[str, Any]:
             f"{folder / INDEX_NAME} has format and version {found}, expected {(FORMAT, VERSION)}: "
             "convert the checkpoint again"
         )
+    storage.require_form(folder / INDEX_NAME, index, _INDEX)
     return index
 
 
@@ -200,7 +219,9 @@ def verify(folder: pathlib.Path) -> None:
 
     def layer_problems(layer: int) -> list[str]:
         name = slab_name(layer)
-        changed = changed_components(source.components(layer), source.index["experts"][name])
+        changed = changed_components(
+            source.components(layer), source.index["experts"].get(name, {})
+        )
         return [f"{folder / name}: {field} has another SHA-256 than its index" for field in changed]
 
     with source, concurrent.futures.ThreadPoolExecutor(READ_THREADS) as pool:

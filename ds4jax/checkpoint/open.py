@@ -5,7 +5,7 @@ from os import PathLike
 
 from ds4jax.checkpoint.converted import ConvertedSource, is_converted
 from ds4jax.checkpoint.safetensors import open_checkpoint
-from ds4jax.checkpoint.source import TensorSource
+from ds4jax.checkpoint.source import CheckpointError, TensorSource
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import CONFIG_FOLDER, ConfigError, ModelConfig
 from ds4jax.run_config import SyntheticConfig
@@ -24,7 +24,13 @@ def open_source(
     """
     spec = str(checkpoint)
     if not spec.startswith(SYNTHETIC):
-        return ConvertedSource(spec) if is_converted(spec) else open_checkpoint(spec)
+        try:
+            return ConvertedSource(spec) if is_converted(spec) else open_checkpoint(spec)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {spec}: {error.filename or spec} cannot be read ({error.strerror}): "
+                "expected a folder with files that you may read"
+            ) from None
     name = spec.removeprefix(SYNTHETIC)
     options = dataclasses.asdict(synthetic or SyntheticConfig())
     if name.endswith(".json"):

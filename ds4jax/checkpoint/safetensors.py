@@ -115,7 +115,13 @@ def _shards(folder: pathlib.Path) -> tuple[list[str], dict[str, str] | None]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map (tensor name -> file): fetch it again")
     names = sorted({str(value) for value in weight_map.values()})
-    problems = []
+    problems = [
+        f"{index} puts tensor {name} into {value!r}, expected a file name"
+        for name, value in weight_map.items()
+        if not isinstance(value, str) or not value
+    ]
+    if problems:
+        raise CheckpointError.listing(f"checkpoint {folder} is damaged", problems)
     for name in names:
         if os.path.basename(name) != name:
             problems.append(f"{index} names the file {name!r}: expected a plain file name")
@@ -140,7 +146,9 @@ def _parse_json(text: bytes, where: str) -> Any:
 
     try:
         return json.loads(text, object_pairs_hook=unique)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is not valid JSON ({error}): fetch it again") from None
 
 
@@ -186,7 +194,7 @@ def _parse_entry(entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
     if not isinstance(entry, dict) or not entry.keys() >= {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"has the entry {entry!r}, expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"has the unknown dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
     if not _counts(shape):
         raise ValueError(f"has the shape {shape!r}, expected a list of integers >= 0")

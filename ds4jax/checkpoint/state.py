@@ -24,10 +24,24 @@ from ds4jax.cache import PausedPass, SequenceState, abstract_state
 from ds4jax.checkpoint import storage
 from ds4jax.checkpoint.source import CheckpointError
 from ds4jax.config import ModelConfig, Numerics
+from sharding import schema
 
 FORMAT, VERSION = "ds4jax-state", 2
 RECORD_NAME = "state.json"
 NOTE_BYTES = 1024  # what Orbax writes about an array, at the most
+_LAYERS = schema.Leaf(
+    "a first layer and the last one + 1",
+    lambda value: isinstance(value, list) and [type(each) for each in value] == [int, int],
+)
+_FORM = {  # the rest of the record has to equal that of the run
+    "position": schema.COUNT,
+    "parts": [{"layers": _LAYERS, "folder": schema.TEXT, "sha256": schema.TEXT}],
+    "paused?": {
+        "layer": schema.COUNT,
+        "tokens": [schema.ONE_OR_MORE],
+        "stream_shapes": [[schema.COUNT]],
+    },
+}
 ENTRY_BUFFERS = ("compressed", "index_keys")  # fields whose rows are entries, then unused
 
 
@@ -260,6 +274,7 @@ def _read_record(folder: pathlib.Path) -> dict[str, Any]:
             f"{folder / RECORD_NAME} has format {record.get('format')!r} and version "
             f"{record.get('version')!r}, expected {FORMAT!r} and {VERSION}: save the state again"
         )
+    storage.require_form(folder / RECORD_NAME, record, _FORM)
     return record
 
 

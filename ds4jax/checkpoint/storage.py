@@ -18,6 +18,7 @@ from absl import logging
 from orbax.checkpoint import v1 as ocp
 
 from ds4jax.checkpoint.source import CheckpointError
+from sharding import schema
 
 HASH_STEP = 16 << 20  # bytes read at once while hashing
 
@@ -149,11 +150,21 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: the folder is incomplete") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}): expected a JSON file"
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): write it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, expected an object")
     return value
+
+
+def require_form(path: pathlib.Path, value: dict[str, Any], form: Any) -> None:
+    """Raises CheckpointError unless what `path` holds has a form of `sharding.schema`."""
+    if (wrong := schema.problem(value, form)) is not None:
+        raise CheckpointError(f"{path}: {wrong}: the file was changed, write it again")
 
 
 def hash_folder(folder: pathlib.Path) -> str:

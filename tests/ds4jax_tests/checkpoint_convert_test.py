@@ -413,6 +413,87 @@ def test_damaged_converted_folders_are_refused_when_opened(tmp_path, finished):
         ConvertedSource(out)
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"source": 5}, "source is 5, expected a string"),
+        ({"expert_format": "fp5"}, "expert_format is 'fp5', expected one of fp4, fp8, bf16, f32"),
+        ({"resident": {"sha256": "x"}}, r"resident\.tensors is absent"),
+        (
+            {"resident": {"sha256": "x", "tensors": {"a": ["F4", [1]]}}},
+            r"resident\.tensors\.a is .*expected a dtype",
+        ),
+        (
+            {"resident": {"sha256": "x", "tensors": {"a": ["F32", [-1]]}}},
+            r"resident\.tensors\.a is .*expected a dtype and",
+        ),
+        ({"experts": [1]}, r"experts is \[1\], expected an object"),
+    ],
+)
+def test_index_that_was_altered_is_refused(tmp_path, finished, change, expected):
+    index = json.loads((finished[1] / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps({**index, **change}))
+    with pytest.raises(CheckpointError, match=rf"index\.json: {expected}.*write it again"):
+        ConvertedSource(tmp_path)
+
+
+def test_experts_without_a_hash_are_found(tmp_path, finished):
+    checkpoint, folder = finished
+    shutil.copytree(folder, tmp_path / "out")
+    index = json.loads((folder / "index.json").read_text())
+    del index["experts"][LAYERS[1]]
+    (tmp_path / "out" / "index.json").write_text(json.dumps(index))
+    with (
+        safetensors.open_checkpoint(checkpoint) as source,
+        pytest.raises(CheckpointError, match=rf"{LAYERS[1]}: gate_up has another SHA-256"),
+    ):
+        convert(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        (None, "pieces is None, expected an object"),
+        ({"resident": 5}, "pieces.resident is 5, expected an object"),
+        ({"resident": {"sha256": "x"}}, "pieces.resident.provenance is absent"),
+    ],
+)
+def test_progress_that_was_altered_is_refused(tmp_path, finished, pieces, expected):
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    with safetensors.open_checkpoint(finished[0]) as source:
+        progress = {"source": load.fingerprint(source), "pieces": pieces}
+        (partial / "progress.json").write_text(json.dumps(progress))
+        with pytest.raises(CheckpointError, match=rf"progress\.json: {expected}"):
+            convert(source, tmp_path / "out")
+
+
+def test_pieces_that_no_conversion_has_are_done_again(tmp_path, finished):
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    with safetensors.open_checkpoint(finished[0]) as source:
+        layer = convert_module._Job(source, "fp4", tmp_path / "x", "")._provenance(LAYERS[0])
+        pieces = {
+            "../elsewhere": {"provenance": {}, "sha256": "x"},
+            LAYERS[0]: {"provenance": layer, "sha256": "x"},
+        }
+        progress = {"source": load.fingerprint(source), "pieces": pieces}
+        (partial / "progress.json").write_text(json.dumps(progress))
+        (partial / "experts").mkdir()
+        shutil.copy(finished[1] / LAYERS[0], partial / LAYERS[0])
+        log = Log()
+        convert(source, tmp_path / "out", on_progress=log)
+    assert log.names == ["resident", *LAYERS]
+
+
+def test_folder_name_that_the_system_refuses(tmp_path, finished):
+    with (
+        safetensors.open_checkpoint(finished[0]) as source,
+        pytest.raises(CheckpointError, match=r"cannot be written \(File name too long\)"),
+    ):
+        convert(source, tmp_path / ("a" * 300))
+
+
 def test_missing_resident_checkpoint_is_named(tmp_path, finished):
     _, folder = finished
     shutil.copytree(folder, tmp_path / "out")

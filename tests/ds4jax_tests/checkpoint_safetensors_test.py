@@ -11,6 +11,7 @@ import pytest
 
 from ds4jax import testing
 from ds4jax.checkpoint import safetensors
+from ds4jax.checkpoint.open import open_source
 from ds4jax.checkpoint.source import DTYPES, CheckpointError, TensorInfo, config_text
 from ds4jax.config import ConfigError
 
@@ -191,6 +192,13 @@ DAMAGE = {
         None,
         "tensor a has the unknown dtype 'F4_E2M1', expected one of BOOL, U8",
     ),
+    "dtype that is no name": (
+        {"a": entry(["U8"], [1], 0, 1)},
+        b"x",
+        None,
+        r"has the unknown dtype \['U8'\]",
+    ),
+    "number without end": (b'{"a":' + b"1" * 5000 + b"}", b"", None, "header is not valid JSON"),
     "negative shape": ({"a": entry("U8", [-1], 0, 1)}, b"x", None, r"has the shape \[-1\]"),
     "offsets in reverse": (
         {"a": entry("U8", [1], 1, 0)},
@@ -304,6 +312,25 @@ def test_index_that_is_none_is_refused(folder, text):
     (folder / safetensors.INDEX_NAME).write_text(text)
     with pytest.raises(CheckpointError, match=r"is not valid JSON|has no weight_map"):
         safetensors.open_checkpoint(folder)
+
+
+def test_files_that_an_index_cannot_name_are_listed(folder):
+    write_index(folder, {"a": 5, "b": None, "c": "", "d": "1.safetensors"})
+    with pytest.raises(CheckpointError, match="is damaged") as caught:
+        safetensors.open_checkpoint(folder)
+    assert [line.split(".json ")[1] for line in caught.value.problems] == [
+        "puts tensor a into 5, expected a file name",
+        "puts tensor b into None, expected a file name",
+        "puts tensor c into '', expected a file name",
+    ]
+
+
+def test_paths_that_the_system_refuses_are_named(folder):
+    (folder / safetensors.INDEX_NAME).mkdir()
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read \(Is a directory\)"):
+        open_source(folder)
+    with pytest.raises(CheckpointError, match=r"cannot be read \(File name too long\)"):
+        open_source("a" * 300)
 
 
 def test_all_damaged_shards_are_listed_at_once(folder):

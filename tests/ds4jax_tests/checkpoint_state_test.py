@@ -195,6 +195,41 @@ def test_position_that_was_altered_is_refused(saved):
     assert problem.startswith("tokens_sha256 is '")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("position", None, "position is None, expected a whole number of at least 0"),
+        ("position", "300", "position is '300', expected a whole number"),
+        ("position", -1, "position is -1, expected a whole number"),
+        ("parts", 5, "parts is 5, expected a list"),
+        ("parts", [5], "parts[0] is 5, expected an object"),
+        (
+            "parts",
+            [{"layers": [0], "folder": "arrays", "sha256": ""}],
+            "parts[0].layers is [0], exp",
+        ),
+        ("parts", [{"layers": [0, 5], "folder": "arrays"}], "parts[0].sha256 is absent"),
+        ("paused", {"layer": 1, "tokens": 3, "stream_shapes": []}, "paused.tokens is 3, expected"),
+    ],
+)
+def test_record_that_was_altered_is_refused(saved, key, value, expected):
+    record = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps({**record, key: value}))
+    (problem,) = problems_of(saved)
+    assert problem.startswith(f"{saved / 'state.json'}: {expected}")
+    del record["position"]
+    (saved / "state.json").write_text(json.dumps(record))
+    assert "position is absent: the file was changed" in problems_of(saved)[0]
+
+
+def test_record_that_is_no_file_or_no_json_is_refused(saved):
+    (saved / "state.json").write_text("[" * 100_000)
+    assert "state.json is not valid JSON" in problems_of(saved)[0]
+    (saved / "state.json").unlink()
+    (saved / "state.json").mkdir()
+    assert "state.json cannot be read (Is a directory)" in problems_of(saved)[0]
+
+
 def test_damaged_arrays_are_refused(saved):
     path = max((saved / "arrays").rglob("d/*"), key=lambda file: file.stat().st_size)
     data = bytearray(path.read_bytes())
