@@ -8,8 +8,18 @@ import numpy as np
 
 from ds4jax.config import ConfigError
 from ds4jax.report import RUN_FILE, RUN_SCHEMA
+from sharding import schema
 
 BLOCK_ROWS = 256
+
+_ANYTHING = schema.Leaf("a value", lambda value: True)
+# What is read of run.json, beside the settings.
+_FORM = {
+    "prompts": [{"prompt_sha256": schema.TEXT, "tokens_read": schema.COUNT}],
+    "checkpoint": {"vocab_size": schema.COUNT},
+    "outputs": {"*": {"sha256": schema.TEXT}},
+    **dict.fromkeys(("config", "numerics", "versions", "device"), _ANYTHING),
+}
 
 
 def compare_runs(first: str, second: str) -> dict[str, Any]:
@@ -40,7 +50,7 @@ def compare_runs(first: str, second: str) -> dict[str, Any]:
             f"{first} and {second} have no output (config.prefill.logits=none): nothing to compare"
         )
     values = "logits" if "logits.npy" in names else "logprobs"
-    a, b = (np.load(Path(folder) / f"{values}.npy", mmap_mode="r") for folder in (first, second))
+    a, b = (_array(folder, f"{values}.npy") for folder in (first, second))
     if a.shape != b.shape:
         raise ConfigError(
             f"{first} and {second} cannot be compared: {values}.npy is {list(a.shape)} and "
@@ -48,9 +58,12 @@ def compare_runs(first: str, second: str) -> dict[str, Any]:
         )
     tops = None
     if values == "logprobs":
-        tops = [
-            np.load(Path(folder) / "top_tokens.npy", mmap_mode="r") for folder in (first, second)
-        ]
+        tops = [_array(folder, "top_tokens.npy") for folder in (first, second)]
+        if len(tops[0]) != len(a) or len(tops[1]) != len(a):
+            raise ConfigError(
+                f"{first} and {second} cannot be compared: top_tokens.npy has {len(tops[0])} and "
+                f"{len(tops[1])} rows, logprobs.npy {len(a)}"
+            )
     largest, first_row, agreeing = 0.0, None, 0
     for start in range(0, len(a), BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)
@@ -84,12 +97,29 @@ def _record(folder: str) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: expected the --out_dir of a run") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): run it again") from None
     if not isinstance(record, dict) or record.get("schema") != RUN_SCHEMA:
         found = record.get("schema") if isinstance(record, dict) else type(record).__name__
         raise ConfigError(f"{path} has the schema {found!r}, expected {RUN_SCHEMA!r}")
+    if (wrong := schema.problem(record, _FORM)) is not None:
+        raise ConfigError(f"{path}: {wrong}: the file was changed, run it again")
     return record
+
+
+def _array(folder: str, name: str) -> np.ndarray:
+    """An output array of a run, left on disk."""
+    path = Path(folder) / name
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): run it again") from None
+    if not array.ndim or not np.issubdtype(array.dtype, np.number):
+        raise ConfigError(
+            f"{path} is {array.dtype} of shape {list(array.shape)}, expected rows of numbers: run "
+            "it again"
+        )
+    return array
 
 
 def _differences(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import enum
 import json
-import math
 import os
 import pathlib
 from collections.abc import Mapping
@@ -106,7 +105,7 @@ class ModelConfig:
                 raise ConfigError(
                     f"{where} cannot be read ({error.strerror}): expected a JSON file"
                 ) from None
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{where} is not JSON ({error}): fetch it again") from None
             if not isinstance(source, dict):
                 raise ConfigError(f"{where} holds {type(source).__name__}, expected one object")
@@ -266,6 +265,7 @@ def _require_blocks(value: Any, where: str) -> None:
 
 _MAY_BE_ZERO = ("num_hash_layers", "num_nextn_predict_layers", "bos_token_id", "eos_token_id")
 _LARGEST = 2**31 - 1  # positions and ids are int32
+_FLOATS = (1e-37, 1e38)  # what is above 0 and finite in float32 as well
 
 
 def _check_number(field: dataclasses.Field, value: Any, what: str) -> None:
@@ -273,15 +273,10 @@ def _check_number(field: dataclasses.Field, value: Any, what: str) -> None:
         return
     number = isinstance(value, int if field.type is int else (int, float))
     least = 0 if field.name in _MAY_BE_ZERO else 1
-    wanted = "a number above 0" if field.type is float else f"an integer from {least} to {_LARGEST}"
-    if isinstance(value, bool) or not number:
-        fits = False
-    elif field.type is int:
-        fits = least <= value <= _LARGEST
-    else:
-        fits = 0 < value < math.inf
-    if not fits:
-        raise ConfigError(f"{what} is {value!r}, expected {wanted}")
+    low, high = _FLOATS if field.type is float else (least, _LARGEST)
+    kind = "a number" if field.type is float else "an integer"
+    if not number or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{what} is {value!r:.80}, expected {kind} from {low} to {high}")
 
 
 SIMULATIONS = ("q1", "q2", "q3")

@@ -137,8 +137,12 @@ def output_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Generator
     An existing folder is replaced only with `overwrite` and only if it holds an earlier run.
     """
     target = Path(os.path.abspath(path))
+    if not target.name:
+        raise OutputError(f"--out_dir: {path} is the root of the file system: take another folder")
     staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    with disk_errors(target):
+        taken = target.exists() and not (target.is_dir() and not any(target.iterdir()))
+    if taken:
         if not overwrite:
             raise OutputError(
                 f"--out_dir: {path} exists already: take another folder, or pass --overwrite to "

@@ -29,6 +29,7 @@ ROUTINGS = ("uniform", "zipf")
 HANDOFFS = ("auto", "permute", "transfer", "device_put", "socket")
 EFFORTS = ("none", "high", "max")
 EFFORT_TEXTS = ("original", "0731")
+MOST_TOKENS = 2**31 - 1  # positions are int32
 
 
 def _key(
@@ -110,6 +111,7 @@ class PrefillConfig(_Section):
         "Tokens per chunk. Part of what fixes the output bits: equal bits are promised for equal "
         "chunk_tokens only.",
         minimum=1,
+        maximum=MOST_TOKENS,
     )
     logits: str = _key(
         "last",
@@ -128,6 +130,7 @@ class PrefillConfig(_Section):
         "Tokens that the state has room for. Default: the smallest of 8192 * 4^k that holds the "
         "prompt.",
         minimum=1,
+        maximum=MOST_TOKENS,
     )
 
 
@@ -223,6 +226,7 @@ class StreamingConfig(_Section):
         "Tokens of a layer_major micro-batch, of one or several prompts; rounded up to whole "
         "chunks. Default: the longest prompt, as far as memory allows.",
         minimum=1,
+        maximum=MOST_TOKENS,
     )
     activations: str = _key(
         "auto",
@@ -520,7 +524,7 @@ class RunConfig:
                 f"--config: {os.fspath(path)} cannot be read ({error.strerror}): expected a TOML "
                 "file"
             ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{os.fspath(path)} is not TOML: {error}; expected tables such as [prefill]"
             ) from None
@@ -640,7 +644,9 @@ def _check_limits(key: str, value: Any, limits: Mapping[str, Any]) -> None:
     for item in value if isinstance(value, tuple) else (value,):
         if choices and item is not None and item not in choices:
             raise ConfigError(f"{key} is {item!r}, expected one of {', '.join(choices)}")
-        if minimum is not None and item is not None and item < minimum:
-            raise ConfigError(f"{key} is {item}, expected a whole number of at least {minimum}")
-        if maximum is not None and item is not None and item > maximum:
+        # Negated, as NaN is neither more nor less.
+        if minimum is not None and item is not None and not item >= minimum:
+            kind = "a number" if isinstance(item, float) else "a whole number"
+            raise ConfigError(f"{key} is {item}, expected {kind} of at least {minimum}")
+        if maximum is not None and item is not None and not item <= maximum:
             raise ConfigError(f"{key} is {item}, expected at most {maximum}")

@@ -315,7 +315,7 @@ def _read_line(
 ) -> Prompt:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"{where} is not JSON ({error}): expected one object a line") from None
     kinds = ("text", "messages", "tokens")
     given = [kind for kind in kinds if isinstance(entry, dict) and kind in entry]
@@ -372,7 +372,7 @@ def _read_tokens(path: str) -> np.ndarray:
         raise PromptError(
             f"{path} cannot be read ({error.strerror or error}): expected a .npy file"
         ) from None
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, MemoryError) as error:  # a header may announce any size
         raise PromptError(
             f"{path} is no .npy file of numbers ({error}): write it with numpy.save"
         ) from None

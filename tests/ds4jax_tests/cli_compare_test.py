@@ -1,6 +1,7 @@
 """The command ds4jax-compare: numbers of a comparison, and what cannot be compared."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -107,6 +108,9 @@ def test_nan_against_a_number_is_an_infinite_difference(tmp_path, capsys):
         ({"checkpoint": {"vocab_size": 6}}, "their vocabulary size differ, 5 and 6"),
         ({"outputs": {}}, "their output files differ"),
         ({"schema": "other/1"}, "has the schema 'other/1', expected 'ds4jax.run/1'"),
+        ({"checkpoint": None}, "run.json: checkpoint is None, expected an object"),
+        ({"prompts": [{}]}, "run.json: prompts[0].prompt_sha256 is absent: the file was changed"),
+        ({"outputs": {"logits.npy": 5}}, "run.json: outputs.logits.npy is 5, expected an object"),
     ],
 )
 def test_incomparable_runs_are_refused(tmp_path, logits, capsys, changes, expected):
@@ -116,6 +120,25 @@ def test_incomparable_runs_are_refused(tmp_path, logits, capsys, changes, expect
     assert (code, found) == (2, None)
     assert err.startswith("error: ")
     assert expected in err
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda path: path.unlink(), "cannot be read ([Errno 2] No such file or directory"),
+        (lambda path: path.write_bytes(b""), "cannot be read (No data left in file)"),
+        (lambda path: os.truncate(path, 300), "cannot be read ("),
+        (lambda path: np.save(path, np.array([1, "a"], object)), "cannot be read ("),
+        (lambda path: np.save(path, np.full(600, "a")), "is <U1 of shape [600], expected rows"),
+        (lambda path: np.save(path, np.float32(1)), "is float32 of shape [], expected rows"),
+    ],
+)
+def test_arrays_that_cannot_be_read_are_named(tmp_path, logits, capsys, damage, expected):
+    a, b = (write_run(tmp_path / name, {"logits": logits}) for name in "ab")
+    damage(b / "logits.npy")
+    code, found, err = compared(a, b, capsys)
+    assert (code, found) == (2, None)
+    assert err.startswith(f"error: {b / 'logits.npy'} {expected}")
 
 
 def test_runs_without_output_or_record_are_refused(tmp_path, capsys):

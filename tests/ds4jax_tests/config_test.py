@@ -54,9 +54,12 @@ def test_sizes_are_integers_in_range(key):
 
 
 @pytest.mark.parametrize("key", NUMBERS)
-def test_numbers_are_positive_and_finite(key):
-    for value in (0, -1.0, math.nan, math.inf, True, "8", None, [1]):
-        assert problem({key: value}) == f"config: {key} is {value!r}, expected a number above 0"
+def test_numbers_are_positive_and_finite_in_float32(key):
+    for value in (0, -1.0, math.nan, math.inf, True, "8", None, [1], 1e39, 1e-50):
+        assert problem({key: value}) == (
+            f"config: {key} is {value!r}, expected a number from 1e-37 to 1e+38"
+        )
+    assert "expected a number from" in problem({key: 10**400})
 
 
 @pytest.mark.parametrize("key", [*FIXED, "hidden_act", "scoring_func", "norm_topk_prob"])
@@ -97,7 +100,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         (tmp_path / "none.json", "does not exist"),
         (tmp_path / "list.json", "holds list, expected one object"),
         (tmp_path / "text.json", "is not JSON"),
+        (tmp_path / "deep.json", "is not JSON"),
+        (tmp_path / "digits.json", "is not JSON"),
     ):
+        (tmp_path / "deep.json").write_text("[" * 100_000)
+        (tmp_path / "digits.json").write_text("1" * 5000)
         (tmp_path / "list.json").write_text("[]")
         (tmp_path / "text.json").write_text("{")
         with pytest.raises(ConfigError, match=f"{place.name}.* {expected}"):

@@ -243,6 +243,13 @@ def test_output_folder_that_is_something_else(fails, checkpoint, tmp_path):
     assert f"{keep} exists already" in fails(checkpoint, "--prompt=x", f"--out_dir={keep}")
 
 
+def test_output_folder_that_the_system_refuses(fails, checkpoint):
+    message = fails(checkpoint, "--prompt=x", "--out_dir=/")
+    assert "--out_dir: / is the root of the file system: take another folder" in message
+    message = fails(checkpoint, "--prompt=x", f"--out_dir={'a' * 300}")
+    assert "cannot be written (File name too long): take another --out_dir" in message
+
+
 def test_profile_folder_that_cannot_be_made(fails, checkpoint):
     place = checkpoint / "config.json" / "profile"
     message = fails(checkpoint, "--prompt=x", f"--profile_dir={place}")

@@ -81,6 +81,19 @@ def test_compute_and_simulate_replace_parts_of_the_preset(preset, compute, simul
         ),
         ({"prefill": {"chunk_tokens": True}}, "chunk_tokens is True, expected a whole number"),
         ({"prefill": {"chunk_tokens": 1.5}}, "chunk_tokens is 1.5, expected a whole number"),
+        (
+            {"prefill": {"chunk_tokens": 2**31}},
+            "chunk_tokens is 2147483648, expected at most 2147483647",
+        ),
+        (
+            {"streaming": {"resident_fraction": float("nan")}},
+            "config.streaming.resident_fraction is nan, expected a number of at least 0",
+        ),
+        (
+            {"peer": {"devices": "1", "memory_fraction": float("nan")}},
+            "memory_fraction is nan, exp",
+        ),
+        ({"streaming": {"resident_fraction": -0.5}}, "is -0.5, expected a number of at least 0"),
         ({"prefill": {"save_state": "yes"}}, "save_state is 'yes', expected true or false"),
         (
             {"prefill": {"logits": "lst"}},
@@ -111,7 +124,13 @@ def test_none_stands_alone():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("[prefill", "is not TOML"), ("[prefill]\nx = 1", "unknown key")]
+    ("text", "expected"),
+    [
+        ("[prefill", "is not TOML"),
+        ("[prefill]\nx = 1", "unknown key"),
+        ("x = " + "1" * 5000, "is not TOML"),
+        ("x = " + "[" * 5000, "is not TOML"),
+    ],
 )
 def test_bad_files_are_named(tmp_path, text, expected):
     path = write(tmp_path, text)

@@ -271,6 +271,8 @@ def test_token_files_need_no_tokenizer(tmp_path):
         ('{"tokens": [-1]}', "reach from -1 to -1"),
         ('{"messages": [{"role": "x"}]}', r"p\.jsonl:1: a message has the role 'x'"),
         ("\xff\xfe", r"p\.jsonl is not UTF-8"),
+        ("[" * 100_000, r"p\.jsonl:1 is not JSON"),
+        ('{"tokens": [' + "1" * 5000 + "]}", r"p\.jsonl:1 is not JSON"),
     ],
 )
 def test_bad_lines_are_named(folder, tmp_path, content, expected):
@@ -291,6 +293,11 @@ def test_missing_prompts_and_files_are_named(folder, tmp_path):
         (tmp_path / "bad.npy").write_bytes(content)
         with pytest.raises(text.PromptError, match=r"bad\.npy is no \.npy file of numbers .*save"):
             read(folder, tokens=str(tmp_path / "bad.npy"))
+    with open(tmp_path / "bad.npy", "wb") as file:
+        header = {"descr": "<i4", "fortran_order": False, "shape": (10**15,)}
+        np.lib.format.write_array_header_1_0(file, header)
+    with pytest.raises(text.PromptError, match=r"bad\.npy is no \.npy file .*Unable to allocate"):
+        read(folder, tokens=str(tmp_path / "bad.npy"))
     np.save(tmp_path / "bad.npy", np.array([0.5]))
     with pytest.raises(text.PromptError, match=r"bad\.npy: the token ids are float64"):
         read(folder, tokens=str(tmp_path / "bad.npy"))
