@@ -165,7 +165,8 @@ class Engine:
         sink      takes the output rows chunk by chunk instead of the result; it sees each name of
                   the logits mode with arrays [n, ...], in order
         stop      when set, reading ends: after the current chunk, or between two layers where
-                  several chunks pass through the layers together; the report says so
+                  several chunks pass through the layers together, or on several stages after the
+                  micro-batches that are on their way; the report says so
         paused    instead of `state`: goes on with what an earlier call was stopped at; `ids` are
                   the tokens from the position of its state on. Consumed
 

@@ -31,7 +31,7 @@ from ds4jax.checkpoint.state import (
     save_state,
     saved_bytes,
 )
-from ds4jax.checks import check_prompt
+from ds4jax.checks import check_paused, check_prompt
 from ds4jax.config import ConfigError, ModelConfig, Numerics
 from ds4jax.engine import Engine
 from ds4jax.hosts import Ending, Hosts, Saved
@@ -65,9 +65,9 @@ def run_job(job: PrefillJob, stream: IO[str], hosts: Hosts | None = None) -> dic
 
     Progress goes to `stream`: a bar on a terminal, plain lines otherwise. After the first SIGINT
     the run ends with the current chunk, or with the current layer where several chunks go through
-    the layers together; its folder is written only if the state is saved, with the status
-    "interrupted", so that --resume_from can go on from there. Otherwise KeyboardInterrupt is
-    raised and nothing remains.
+    the layers together, or with the micro-batches on their way through several stages; its folder
+    is written only if the state is saved, with the status "interrupted", so that --resume_from can
+    go on from there. Otherwise KeyboardInterrupt is raised and nothing remains.
     """
     if hosts is not None and not hosts.last:
         return _take_part(job, hosts)
@@ -94,7 +94,7 @@ def run_job(job: PrefillJob, stream: IO[str], hosts: Hosts | None = None) -> dic
             begun = _restore(job, source, prompts, engine.layers)
         states = _States(folder / STATE_FOLDER, prompts, engine, hosts)
         writers = stack.enter_context(_Writers(folder))
-        stop = stack.enter_context(_stop_on_sigint(stream))
+        stop = stack.enter_context(_stop_on_sigint(stream, len(engine.plans)))
         reports = []
         for result in _results(engine, prompts, begun, observe, writers, stop):
             reports.append(result.report)
@@ -128,7 +128,7 @@ def _take_part(job: PrefillJob, hosts: Hosts) -> dict[str, Any]:
         )
         begun = _restore(job, source, prompts, engine.layers)
         states = _States(Path(), prompts, engine, hosts)
-        stop = stack.enter_context(_stop_on_sigint(io.StringIO()))
+        stop = stack.enter_context(_stop_on_sigint(io.StringIO(), len(engine.plans)))
         writers = stack.enter_context(_Writers(Path()))
         reports = []
         for result in _results(engine, prompts, begun, events.ignore, writers, stop):
@@ -254,7 +254,12 @@ def _restore(
     wanted = (source.config, config.numerics.resolve(), fingerprint(source), ids)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         if is_paused(folders[0]):
-            return load_paused(folders[0], *wanted, config.prefill.chunk_tokens)
+            paused = load_paused(folders[0], *wanted, config.prefill.chunk_tokens)
+            options, model = config.pipeline, source.config
+            # Here as well as in the engine: before any weight is read.
+            stages = 1 if options.automatic else len(options.stages(model.num_hidden_layers))
+            check_paused(paused, len(ids) - paused.state.position, model, config, stages)
+            return paused
         state = load_state(folders[0], *wanted, layers=layers)
     if state.position == len(ids):
         raise PromptError(
@@ -477,8 +482,9 @@ def _console(stream: IO[str]) -> Generator[events.Observer]:
 
 
 @contextlib.contextmanager
-def _stop_on_sigint(stream: IO[str]) -> Generator[threading.Event]:
+def _stop_on_sigint(stream: IO[str], stages: int) -> Generator[threading.Event]:
     """An event that the first SIGINT sets; the second one interrupts at once."""
+    end = "this chunk or layer" if stages == 1 else "the micro-batches that are on their way"
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # signals belong to the main thread
@@ -488,9 +494,7 @@ def _stop_on_sigint(stream: IO[str]) -> Generator[threading.Event]:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        print(
-            "stopping after this chunk or layer; once more to stop at once", file=stream, flush=True
-        )
+        print(f"stopping after {end}; once more to stop at once", file=stream, flush=True)
 
     before = signal.signal(signal.SIGINT, on_signal)
     try:

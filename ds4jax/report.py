@@ -134,25 +134,25 @@ def require_space(folder: Path, needed_bytes: int) -> None:
 def output_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Generator[Path]:
     """A folder to write into that becomes `path` when the block ends, or vanishes if it raises.
 
-    An existing folder is replaced only with `overwrite` and only if it holds an earlier run.
+    An existing folder is replaced only with `overwrite` and only if it holds an earlier run. Where
+    one has come up meanwhile that may not be, the output gets another name, which OutputError says.
     """
     target = Path(os.path.abspath(path))
     if not target.name:
         raise OutputError(f"--out_dir: {path} is the root of the file system: take another folder")
     staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
     with disk_errors(target):
-        taken = target.exists() and not (target.is_dir() and not any(target.iterdir()))
-    if taken:
-        if not overwrite:
-            raise OutputError(
-                f"--out_dir: {path} exists already: take another folder, or pass --overwrite to "
-                "replace an earlier run"
-            )
-        if not (target / RUN_FILE).is_file():
-            raise OutputError(
-                f"--out_dir: {path} exists and holds no {RUN_FILE}, so it is not an earlier run: "
-                "take another folder"
-            )
+        taken = _taken(target)
+    if taken and not overwrite:
+        raise OutputError(
+            f"--out_dir: {path} exists already: take another folder, or pass --overwrite to "
+            "replace an earlier run"
+        )
+    if taken and not _holds_run(target):
+        raise OutputError(
+            f"--out_dir: {path} exists and holds no {RUN_FILE}, so it is not an earlier run: "
+            "take another folder"
+        )
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(staging, ignore_errors=True)
@@ -161,9 +161,25 @@ def output_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Generator
         with _full_disk(staging):
             yield staging
         with disk_errors(target):
+            if _taken(target) and not (overwrite and _holds_run(target)):
+                kept = target.with_name(f"{target.name}-{os.getpid()}")
+                staging.rename(kept)
+                raise OutputError(
+                    f"--out_dir: {path} was made by something else during the run: the output is "
+                    f"in {kept} instead, move it where you want it"
+                )
             _replace(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _taken(target: Path) -> bool:
+    """Whether something is there other than an empty folder."""
+    return target.exists() and not (target.is_dir() and not any(target.iterdir()))
+
+
+def _holds_run(target: Path) -> bool:
+    return (target / RUN_FILE).is_file()
 
 
 def _replace(staging: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import streaming
-from ds4jax import events, testing, text
+from ds4jax import engine, events, testing, text
 from ds4jax.cli import common, prefill
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -314,7 +314,11 @@ def test_run_interrupted_between_layers_is_resumed_with_the_same_bits(
     assert record(tmp_path / "rest")["outputs"] == record(tmp_path / "whole")["outputs"]
     capsys.readouterr()
 
-    # Another run is refused with what differs.
+    # Another run is refused with what differs, before any weight is read.
+    def load(*args: object, **kwargs: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(engine, "load", load)
     np.save(tmp_path / "other.npy", IDS[::-1])
     for flags, message in (
         (("--config.prefill.chunk_tokens=50", arguments[0]), "chunk_tokens is 48 in the state, 50"),

@@ -64,6 +64,23 @@ def test_folder_appears_when_the_block_ends(tmp_path):
     assert [path.name for path in target.parent.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_comes_up_meanwhile_is_kept_and_so_is_the_output(overwrite, tmp_path):
+    target = tmp_path / "run"
+    other = tmp_path / f"run-{os.getpid()}"
+
+    def write() -> None:
+        with report.output_folder(target, overwrite=overwrite) as folder:
+            (folder / "x").write_text("x")
+            target.mkdir()
+            (target / "theirs").write_text("y")
+
+    with pytest.raises(report.OutputError, match=f"during the run: the output is in {other}"):
+        write()
+    assert sorted(tmp_path.iterdir()) == [target, other]
+    assert ((target / "theirs").read_text(), (other / "x").read_text()) == ("y", "x")
+
+
 def test_nothing_remains_of_a_block_that_raises(tmp_path):
     def fail() -> None:
         with report.output_folder(tmp_path / "run", overwrite=False) as folder:
