@@ -87,7 +87,14 @@ def save_tree(path: pathlib.Path, tree: Any) -> None:
             pool.submit(_save_on_cpu, path.absolute(), tree).result()
         return
     with _orbax_warnings_only():
-        ocp.save(str(path.absolute()), tree, overwrite=True)
+        saving = ocp.save_async(str(path.absolute()), tree, overwrite=True)
+        try:
+            saving.result()
+        except BaseException:
+            # Interrupted: its threads go on, and would write into a folder that is deleted next.
+            with contextlib.suppress(Exception):
+                saving.result()
+            raise
 
 
 def _save_on_cpu(path: pathlib.Path, tree: Any) -> None:

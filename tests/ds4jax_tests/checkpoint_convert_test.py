@@ -356,7 +356,7 @@ def test_disk_that_fills_up_inside_orbax(tmp_path, monkeypatch):
     def full(*_, **__):
         raise ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device")
 
-    monkeypatch.setattr(storage.ocp, "save", full)
+    monkeypatch.setattr(storage.ocp, "save_async", full)
     with pytest.raises(CheckpointError, match=r"out\.partial needs \d+ bytes"):
         convert(SyntheticSource(TINY, 0), tmp_path / "out")
 
@@ -371,7 +371,7 @@ def test_other_errors_are_not_mistaken_for_a_full_disk(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(storage.ocp, "save", broken)
+    monkeypatch.setattr(storage.ocp, "save_async", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         convert(SyntheticSource(TINY, 0), tmp_path / "out")
 

@@ -253,6 +253,26 @@ def test_existing_folder_is_not_overwritten(saved):
         save_state(saved, random_state(3, ORACLE, 512), TINY, ORACLE, WEIGHTS, TOKENS)
 
 
+def test_an_interrupted_save_waits_for_its_threads(tmp_path, monkeypatch):
+    """They would write on into a folder that is deleted, and make it again."""
+
+    class Saving:
+        """What Orbax gives for a save that another thread does."""
+
+        waits = 0
+
+        def result(self) -> None:
+            self.waits += 1
+            if self.waits == 1:
+                raise KeyboardInterrupt
+
+    saving = Saving()
+    monkeypatch.setattr(storage.ocp, "save_async", lambda *args, **kwargs: saving)
+    with pytest.raises(KeyboardInterrupt):
+        storage.save_tree(tmp_path / "s", {"x": np.zeros(3)})
+    assert saving.waits == 2
+
+
 def test_full_disk_leaves_no_state(tmp_path, monkeypatch):
     usage = collections.namedtuple("Usage", "total used free")
     state = random_state(300, ORACLE, 512)
@@ -266,7 +286,7 @@ def test_full_disk_leaves_no_state(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage.ocp, "save", full)
+        patch.setattr(storage.ocp, "save_async", full)
         with pytest.raises(CheckpointError, match=r"s needs \d+ bytes, its disk has"):
             save_state(tmp_path / "s", state, TINY, ORACLE, WEIGHTS, TOKENS)
     assert not (tmp_path / "s").exists()
