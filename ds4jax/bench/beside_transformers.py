@@ -15,6 +15,7 @@ folder gets beside.json, the last line on stdout has the ratios.
 
 import dataclasses
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from ds4jax.bench import manifest, prefill
 from ds4jax.bench.layers import one_of_each
 from ds4jax.checkpoint.synthetic import SyntheticSource, prompt_ids
 from ds4jax.cli import common
-from ds4jax.config import ModelConfig
+from ds4jax.config import CONFIG_FOLDER, ModelConfig
 from ds4jax.flags import config_from_flags, define_config_flags
 
 SCHEMA = "ds4jax.bench.beside_transformers/1"
@@ -45,10 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _bench(argv: Sequence[str]) -> int:
     flag_values = flags.FlagValues()
     define_config_flags(flag_values)
-    root = Path(__file__).parents[2]
     flags.DEFINE_string(
         "model",
-        str(root / "configs" / "models" / "flash.json"),
+        str(CONFIG_FOLDER / "models" / "flash.json"),
         "Model config whose layers are timed, with random weights.",
         flag_values=flag_values,
     )
@@ -56,7 +56,7 @@ def _bench(argv: Sequence[str]) -> int:
     flags.DEFINE_list(
         "prompt_tokens", ["2048", "8192"], "Prompt lengths in tokens.", flag_values=flag_values
     )
-    flags.DEFINE_integer("repeats", 3, "Measured runs.", flag_values=flag_values)
+    flags.DEFINE_integer("repeats", 3, "Measured runs.", lower_bound=1, flag_values=flag_values)
     flags.DEFINE_string(
         "python", sys.executable, "Interpreter with transformers.", flag_values=flag_values
     )
@@ -71,9 +71,11 @@ def _bench(argv: Sequence[str]) -> int:
         flag_values,
         {"config.prefill.logits": "last", "config.numerics.preset": "bfloat16"},
     )
+    model = one_of_each(ModelConfig.from_json(given["model"]))
+    common.require_positions("prompt_tokens", lengths, model.max_position_embeddings)
+    require_python(given["python"])
     with report.disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
-    model = one_of_each(ModelConfig.from_json(given["model"]))
     theirs = transformers_rows(
         published_config(Path(given["model"]), model),
         lengths,
@@ -110,6 +112,12 @@ def _bench(argv: Sequence[str]) -> int:
         )
     common.print_result({"ratios": record["ratios"], "versions": theirs.get("versions")})
     return common.OK
+
+
+def require_python(path: str) -> None:
+    """Raises UsageError unless there is such a program."""
+    if shutil.which(path) is None:
+        raise common.UsageError(f"--python is {path!r}, expected an interpreter with transformers")
 
 
 def published_config(path: Path, model: ModelConfig) -> dict[str, Any]:

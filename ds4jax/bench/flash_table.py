@@ -27,7 +27,9 @@ from typing import Any
 from absl import flags
 
 from ds4jax import report
+from ds4jax.bench.beside_transformers import require_python
 from ds4jax.cli import common
+from ds4jax.config import CONFIG_FOLDER
 
 SCHEMA = "ds4jax.bench.flash_table/1"
 GRACE_S = 15.0  # beyond its own limit, after which a process is killed
@@ -103,11 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _bench(argv: Sequence[str]) -> int:
     began = time.perf_counter()
     flag_values = flags.FlagValues()
-    root = Path(__file__).parents[2]
     strings = (
         ("out_dir", None, "Folder to write."),
         ("model", "synthetic:flash", "As --checkpoint of ds4jax-prefill."),
-        ("configs", str(root / "configs" / "runs"), "Folder of the run files."),
+        ("configs", str(CONFIG_FOLDER / "runs"), "Folder of the run files."),
         ("prefix", "flash_1xh200", "How the names of the run files begin."),
         ("python", sys.executable, "Interpreter that has transformers."),
     )
@@ -125,6 +126,14 @@ def _bench(argv: Sequence[str]) -> int:
     if unknown:
         names = ", ".join(step.name for step in STEPS)
         raise common.UsageError(f"--only has {unknown}, expected some of {names}")
+    steps = [step for step in STEPS if step.name in given["only"]]
+    for path in (_run_file(step, given) for step in steps):
+        if not path.is_file():
+            raise common.UsageError(
+                f"--configs={given['configs']} --prefix={given['prefix']}: {path} does not exist"
+            )
+    if any(step.name == "beside" for step in steps):
+        require_python(given["python"])
     with report.disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
@@ -134,9 +143,7 @@ def _bench(argv: Sequence[str]) -> int:
     # Small programs count, too: there is one process after the other.
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     record: dict[str, Any] = {"schema": SCHEMA, "steps": [], "rows": [], "ratios": []}
-    for step in STEPS:
-        if step.name not in given["only"]:
-            continue
+    for step in steps:
         left = given["time_limit"] - (time.perf_counter() - began) - GRACE_S
         if left < 0.6 * step.seconds:
             record["steps"].append({"name": step.name, "left_out_with_s": round(left, 1)})
@@ -166,10 +173,9 @@ def _bench(argv: Sequence[str]) -> int:
 
 def command_of(step: Step, folder: Path, limit_s: float, given: Mapping[str, Any]) -> list[str]:
     """The command of a process that has `limit_s` seconds."""
-    config = Path(given["configs"]) / f"{given['prefix']}{step.budget}.toml"
     if step.name == "beside":
         model = given["model"].removeprefix("synthetic:")
-        file = Path(__file__).parents[2] / "configs" / "models" / f"{model}.json"
+        file = CONFIG_FOLDER / "models" / f"{model}.json"
         own = [
             "ds4jax.bench.beside_transformers",
             f"--model={file}",
@@ -178,7 +184,7 @@ def command_of(step: Step, folder: Path, limit_s: float, given: Mapping[str, Any
     else:
         own = [
             "ds4jax.bench.prefill",
-            f"--config={config}",
+            f"--config={_run_file(step, given)}",
             f"--checkpoint={given['model']}",
             f"--time_limit={limit_s:.0f}",
         ]
@@ -190,6 +196,10 @@ def command_of(step: Step, folder: Path, limit_s: float, given: Mapping[str, Any
         *step.arguments,
         *given["extra"],
     ]
+
+
+def _run_file(step: Step, given: Mapping[str, Any]) -> Path:
+    return Path(given["configs"]) / f"{given['prefix']}{step.budget}.toml"
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> str:

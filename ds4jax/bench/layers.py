@@ -29,7 +29,7 @@ from ds4jax.cache import Chunk, LayerState, empty_state, make_chunk
 from ds4jax.checkpoint import load as loading
 from ds4jax.checkpoint.synthetic import SyntheticSource, prompt_ids
 from ds4jax.cli import common
-from ds4jax.config import ModelConfig, Numerics
+from ds4jax.config import CONFIG_FOLDER, ModelConfig, Numerics
 from ds4jax.costs import PARTS, work
 from ds4jax.flags import config_from_flags, define_config_flags
 from ds4jax.moe import LayerSlabs
@@ -148,29 +148,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _bench(argv: Sequence[str]) -> int:
     flag_values = flags.FlagValues()
     define_config_flags(flag_values)
-    root = Path(__file__).parents[2]
     flags.DEFINE_string(
         "model",
-        str(root / "configs" / "models" / "flash.json"),
+        str(CONFIG_FOLDER / "models" / "flash.json"),
         "Model config whose layers are timed, with random weights.",
         flag_values=flag_values,
     )
     flags.DEFINE_string("out_dir", None, "Folder to write.", flag_values=flag_values)
-    flags.DEFINE_integer("tokens", 8192, "Rows of the chunk.", flag_values=flag_values)
+    flags.DEFINE_integer(
+        "tokens", 8192, "Rows of the chunk.", lower_bound=1, flag_values=flag_values
+    )
     flags.DEFINE_list(
         "positions", ["0"], "Positions of the chunk's first token.", flag_values=flag_values
     )
-    flags.DEFINE_integer("repeats", 7, "Measurements of a part.", flag_values=flag_values)
+    flags.DEFINE_integer(
+        "repeats", 7, "Measurements of a part.", lower_bound=1, flag_values=flag_values
+    )
     flags.DEFINE_bool("trace", False, "Time every kernel as well.", flag_values=flag_values)
     common.parse_flags(flag_values, argv, __doc__ or "")
     given: Mapping[str, Any] = flag_values.flag_values_dict()
     positions = common.whole_numbers("positions", given["positions"], least=0)
     out_dir = Path(common.require_flag(flag_values, "out_dir"))
     config = config_from_flags(flag_values, {})
-    with report.disk_errors(out_dir):
-        out_dir.mkdir(parents=True, exist_ok=True)
     model = one_of_each(ModelConfig.from_json(given["model"]))
     tokens, numerics = given["tokens"], config.numerics.resolve()
+    common.require_positions(
+        "positions", positions, model.max_position_embeddings - tokens, "what --tokens leaves"
+    )
+    with report.disk_errors(out_dir):
+        out_dir.mkdir(parents=True, exist_ok=True)
     device = jax.local_devices()[0]
     bench = load(model, numerics, device)
     record: dict[str, Any] = {

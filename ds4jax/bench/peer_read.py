@@ -8,7 +8,6 @@ process. The last line on stdout is JSON: rates in GB/s, or the reason why it ca
 """
 
 import functools
-import json
 import statistics
 import sys
 import time
@@ -24,6 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+from ds4jax.cli import common
 
 AXIS = "devices"
 ROWS, COLUMNS = 64, 256  # a tile of 64 KiB
@@ -140,19 +141,25 @@ def _rate(nbytes: int, job: Callable[[], Any], repeats: int) -> float:
     return nbytes / statistics.median(times[2:]) / 1e9
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0 also where the kernel cannot run."""
+    return common.exit_code(_bench, argv)
+
+
+def _bench(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
-    flags.DEFINE_integer("tiles", 64, "Tiles of 64 KiB per block.", flag_values=values)
-    values(list(argv))
+    flags.DEFINE_integer(
+        "tiles", 64, "Tiles of 64 KiB per block.", lower_bound=1, flag_values=values
+    )
+    common.parse_flags(values, argv, __doc__ or "")
     try:
         results = measure(jax.local_devices()[:2], int(values.flag_values_dict()["tiles"]))
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         results = {"reason": f"{type(error).__name__}: {lines[0]}"}
-    print(json.dumps(results))
-    return 0
+    common.print_result(results)
+    return common.OK
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())

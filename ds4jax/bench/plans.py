@@ -29,7 +29,7 @@ from ds4jax.bench.prefill import output_hash
 from ds4jax.cache import capacity_for
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.cli import common
-from ds4jax.config import ModelConfig
+from ds4jax.config import CONFIG_FOLDER, ModelConfig
 from ds4jax.flags import config_from_flags, define_config_flags
 from ds4jax.job import peak_bytes
 from ds4jax.plan import plan_local
@@ -71,15 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _bench(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     define_config_flags(values)
-    root = Path(__file__).parents[2]
     for name, default, text in (
         ("machine", None, "Machine file; it takes the place of config.machine.file."),
-        ("model", str(root / "configs" / "models" / "flash.json"), "Model config that is cut."),
+        ("model", str(CONFIG_FOLDER / "models" / "flash.json"), "Model config that is cut."),
         ("out_dir", None, "Folder to write."),
     ):
         flags.DEFINE_string(name, default, text, flag_values=values)
     flags.DEFINE_integer("layers", 6, "Layers that are kept, at least 2.", flag_values=values)
-    flags.DEFINE_integer("repeats", 3, "Measured runs of a case.", flag_values=values)
+    flags.DEFINE_integer(
+        "repeats", 3, "Measured runs of a case.", lower_bound=1, flag_values=values
+    )
     common.parse_flags(values, argv, __doc__ or "")
     given: Mapping[str, Any] = values.flag_values_dict()
     out_dir = Path(common.require_flag(values, "out_dir"))

@@ -48,6 +48,7 @@ import streaming
 from ds4jax import accounts, page, report
 from ds4jax import engine as engines
 from ds4jax.bench import manifest, ops
+from ds4jax.checkpoint.open import open_source
 from ds4jax.checkpoint.synthetic import prompt_ids
 from ds4jax.cli import common
 from ds4jax.engine import Engine
@@ -199,6 +200,11 @@ def _bench(argv: Sequence[str]) -> int:
     other = other_config(config, given["compare"]) if given["compare"] else None
     later = [then_rows(config, text) for text in given["then"]]
     checkpoint = given["checkpoint"]
+    with open_source(checkpoint, config.synthetic) as source:
+        positions = source.config.max_position_embeddings
+    common.require_positions("prompt_tokens", lengths, positions)
+    for _, _, own in later:
+        common.require_positions("then", own, positions)
     # As the prefill command.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", common.MEMORY_FRACTION)
     with report.disk_errors(out_dir):
@@ -215,6 +221,8 @@ def _bench(argv: Sequence[str]) -> int:
                 bench.measure([arm], length, counts[0])
     finally:
         bench.close()
+        with contextlib.suppress(OSError):
+            out_dir.rmdir()  # only if nothing was measured
     common.print_result(
         {
             "rows": [{key: row[key] for key in CSV_COLUMNS} for row in bench.record["rows"]],

@@ -41,6 +41,7 @@ from ds4jax.bench import links, overlap
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.open import open_source
 from ds4jax.cli import common
+from ds4jax.config import CONFIG_FOLDER, ModelConfig
 from ds4jax.engine import Engine
 from ds4jax.moe import Routing
 from ds4jax.rows import Prompts
@@ -832,16 +833,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _bench(argv: Sequence[str]) -> int:
     began = time.monotonic()
     flag_values = flags.FlagValues()
-    root = Path(__file__).parents[2]
     flags.DEFINE_string("out_dir", None, "Folder to write.", flag_values=flag_values)
     flags.DEFINE_string(
         "model",
-        str(root / "configs" / "models" / "flash.json"),
+        str(CONFIG_FOLDER / "models" / "flash.json"),
         "Model config whose first layers are run.",
         flag_values=flag_values,
     )
-    flags.DEFINE_integer("layers", 8, "How many of them.", flag_values=flag_values)
-    flags.DEFINE_integer("chunk_tokens", 8192, "Tokens per chunk.", flag_values=flag_values)
+    flags.DEFINE_integer("layers", 8, "How many of them.", lower_bound=2, flag_values=flag_values)
+    flags.DEFINE_integer(
+        "chunk_tokens", 8192, "Tokens per chunk.", lower_bound=1, flag_values=flag_values
+    )
     flags.DEFINE_list(
         "prompt_tokens",
         ["8192", "32768", "131072"],
@@ -855,13 +857,19 @@ def _bench(argv: Sequence[str]) -> int:
     common.parse_flags(flag_values, argv, __doc__ or "")
     given: Mapping[str, Any] = flag_values.flag_values_dict()
     out_dir = Path(common.require_flag(flag_values, "out_dir"))
-    lengths = [int(length) for length in given["prompt_tokens"]]
-    unknown = set(given["sections"]) - set(SECTIONS)
-    if unknown or min(lengths, default=0) < 1 or given["layers"] < 2:
+    lengths = common.whole_numbers("prompt_tokens", given["prompt_tokens"])
+    if lengths != sorted(lengths):
+        raise common.UsageError(f"--prompt_tokens has {lengths}, expected them ascending")
+    if not given["sections"] or set(given["sections"]) - set(SECTIONS):
         raise common.UsageError(
-            f"--sections={','.join(given['sections'])} --prompt_tokens={lengths} "
-            f"--layers={given['layers']}: expected sections of {', '.join(SECTIONS)}, lengths of "
-            "at least 1 and at least 2 layers"
+            f"--sections has {given['sections']}, expected some of {', '.join(SECTIONS)}"
+        )
+    whole = ModelConfig.from_json(given["model"])
+    common.require_positions("prompt_tokens", lengths, whole.max_position_embeddings)
+    if given["layers"] > whole.num_hidden_layers:
+        raise common.UsageError(
+            f"--layers is {given['layers']}, expected at most {whole.num_hidden_layers} "
+            f"({given['model']})"
         )
     with report.disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -922,10 +930,6 @@ def _compiled_programs() -> Generator[str]:
 def write_model(path: str, layers: int, out_dir: Path) -> Path:
     """Writes the config of the first `layers` layers of a model, and returns its path."""
     values = json.loads(Path(path).read_text(encoding="utf-8"))
-    if layers > values["num_hidden_layers"]:
-        raise common.UsageError(
-            f"--layers is {layers}, expected at most {values['num_hidden_layers']} ({path})"
-        )
     values |= {
         "num_hidden_layers": layers,
         "compress_ratios": [*values["compress_ratios"][:layers], 0],

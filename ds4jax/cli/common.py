@@ -103,7 +103,7 @@ def _expected(flag_values: flags.FlagValues, error: flags.Error) -> str:
     name = re.match(r"flag --([^=]+)=", text)
     kind = _KINDS.get(flag_values[name[1]].flag_type()) if name else None
     cause = error.__context__
-    if kind is None or cause is None or "is not a" in str(cause):  # a limit, which says it
+    if kind is None or cause is None or " is not " in str(cause):  # a limit, which says it
         return text
     return f"{text.removesuffix(str(cause))}expected {kind}"
 
@@ -128,6 +128,14 @@ def whole_numbers(flag: str, values: Sequence[str], *, least: int = 1) -> list[i
             "comma separated"
         )
     return numbers
+
+
+def require_positions(
+    flag: str, tokens: Sequence[int], most: int, where: str = "the positions of the model"
+) -> None:
+    """Raises UsageError for prompt lengths that there is no room for."""
+    if (longest := max(tokens)) > most:
+        raise UsageError(f"--{flag} has {longest}, expected at most {most} ({where})")
 
 
 def print_result(result: Mapping[str, Any]) -> None:

@@ -80,7 +80,9 @@ def _plan(argv: Sequence[str]) -> int:
     config = config_from_flags(flag_values, {})
     with open_source(checkpoint, config.synthetic) as source:
         keys.check_complete(source)
-        _require_positions(prompts, source.config.max_position_embeddings, config)
+        common.require_positions("prompt_tokens", prompts, source.config.max_position_embeddings)
+        if (room := config.prefill.max_tokens) is not None:
+            common.require_positions("prompt_tokens", prompts, room, "config.prefill.max_tokens")
         capacity = capacity_for(config, source.config, max(prompts))
         item = keys.expert_bytes(source.config, source.infos())
         count = _device_count(config, source.config.num_hidden_layers)
@@ -99,16 +101,6 @@ def _plan(argv: Sequence[str]) -> int:
         }
     )
     return common.OK
-
-
-def _require_positions(prompts: Sequence[int], positions: int, config: RunConfig) -> None:
-    """Refuses what a run would refuse: prompts longer than the model or the state has room for."""
-    room = config.prefill.max_tokens or positions
-    if (longest := max(prompts)) > min(positions, room):
-        where = "config.prefill.max_tokens" if room < positions else "the positions of the model"
-        raise common.UsageError(
-            f"--prompt_tokens has {longest}, expected at most {min(positions, room)} ({where})"
-        )
 
 
 def _device_count(config: RunConfig, layers: int) -> int | None:

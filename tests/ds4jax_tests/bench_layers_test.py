@@ -40,10 +40,20 @@ def test_a_run_times_every_part_of_every_kind(tmp_path, capsys):
     assert "hca at 0, 128 tokens" in capsys.readouterr().err
 
 
-def test_a_wrong_position_is_refused(tmp_path, capsys):
-    arguments = ["bench", f"--out_dir={tmp_path}", "--positions=-1"]
-    assert layers.main(arguments) == common.USER_ERROR
-    assert "--positions is '-1', expected whole numbers of at least 0" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--positions=-1", "--positions is '-1', expected whole numbers of at least 0"),
+        ("--positions=1048575", "--positions has 1048575, expected at most 1040384 (what --tokens"),
+        ("--tokens=0", "tokens=0: 0 is not a positive integer"),
+        ("--repeats=0", "repeats=0: 0 is not a positive integer"),
+        ("--model=none.json", "none.json does not exist"),
+    ],
+)
+def test_mistakes_are_refused(flag, message, tmp_path, capsys):
+    assert layers.main(["bench", f"--out_dir={tmp_path / 'out'}", flag]) == common.USER_ERROR
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_one_layer_of_each_kind_is_taken():

@@ -136,6 +136,10 @@ def test_tables_pictures_and_timelines_are_written(record):
     [
         ("--prompt_tokens=8,x", "--prompt_tokens is '8,x', expected whole numbers of at least 1"),
         ("--prompt_tokens=0", "expected whole numbers of at least 1"),
+        ("--prompt_tokens=99999999999", "expected at most 1048576 (the positions of the model)"),
+        ("--then=prefill.chunk_tokens=64:99999999999", "--then has 99999999999, expected at most"),
+        ("--checkpoint=synthetic:none", "synthetic:none names no model config"),
+        ("--config.memory.device_bytes=1", "The weights alone do not fit"),
         ("--repeats=0", "--repeats is '0', expected whole numbers of at least 1"),
         ("--repeats=1,2", "--repeats has 2 numbers, expected 1 or 5, one per length"),
         ("--then=512", "--then is '512', expected changes, a colon and lengths"),
@@ -147,6 +151,7 @@ def test_tables_pictures_and_timelines_are_written(record):
 def test_wrong_flags_are_refused(flag, message, tmp_path, capsys):
     assert run(tmp_path, flag) == common.USER_ERROR
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_time_that_is_too_short_skips_lengths_but_keeps_rows(tmp_path):

@@ -109,16 +109,29 @@ def test_section_that_fails_or_hangs_leaves_its_reason(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--sections=nothing", "expected sections of links"),
-        ("--prompt_tokens=0", "lengths of at least 1"),
-        ("--layers=1", "at least 2 layers"),
+        ("--sections=nothing", "--sections has ['nothing'], expected some of links"),
+        ("--prompt_tokens=0", "expected whole numbers of at least 1"),
+        ("--prompt_tokens=x", "--prompt_tokens is 'x', expected whole numbers of at least 1"),
+        ("--prompt_tokens=9,3", "--prompt_tokens has [9, 3], expected them ascending"),
+        ("--prompt_tokens=99999999999", "expected at most 1048576 (the positions of the model)"),
+        ("--chunk_tokens=0", "chunk_tokens=0: 0 is not"),
+        ("--model=none.json", "none.json does not exist"),
+        ("--layers=1", "flag --layers=1: 1 is not integer >= 2"),
         ("--layers=9", "--layers is 9, expected at most 5"),
     ],
 )
 def test_mistakes_are_refused(flag, message, tmp_path, capsys):
-    code = two_device.main(["bench", f"--out_dir={tmp_path}", f"--model={TINY}", flag])
+    code = two_device.main(["bench", f"--out_dir={tmp_path / 'out'}", f"--model={TINY}", flag])
     assert code == common.USER_ERROR
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_flags_of_the_kernel_that_reads_a_neighbour(capsys):
+    assert peer_read.main(["peer_read", "--tiles=0"]) == common.USER_ERROR
+    assert "error: flag --tiles=0: 0 is not a positive integer" in capsys.readouterr().err
+    assert peer_read.main(["peer_read", "--help"]) == common.OK
+    assert "--tiles=INT" in capsys.readouterr().out
 
 
 def test_links_of_two_devices():
