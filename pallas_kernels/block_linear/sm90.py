@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import codecs
+from pallas_kernels import codecs, mosaic
 
 BLOCK = 128  # channels of a step, which share a scale
 PIECE = 64  # rows of a product
@@ -63,8 +63,9 @@ def product(
         x, x_scale = jnp.pad(x, ((0, padding), (0, 0))), jnp.pad(x_scale, ((0, 0), (0, padding)))
     # In rows of the fewest bytes that a copy takes.
     weight_scale = jnp.repeat(codecs.decode_e8m0(scales)[:, :, None], 32, axis=2)
-    run = plgpu.kernel(
+    run = mosaic.kernel(
         functools.partial(_kernel, blocks=blocks),
+        "block_linear_fp8",
         out_type=jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.bfloat16),
         scratch_types={
             "x_smem": plgpu.SMEM((STAGES, ROWS, BLOCK), x.dtype, transforms=_OPERAND),
@@ -75,15 +76,9 @@ def product(
             "full": plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
             "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
         },
-        grid=(blocks,),
-        grid_names=("sm",),
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=False
-        ),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
-        kernel_name="block_linear_fp8",
+        blocks=blocks,
+        warpgroups=CONSUMERS + 1,
+        interpret=interpret,
     )
     return run(x, x_scale, weight, weight_scale)[:tokens]
 
@@ -106,8 +101,8 @@ def _kernel(
 ):
     steps = x.shape[1] // BLOCK
     row_tiles, column_tiles = -(-out.shape[0] // ROWS), out.shape[1] // COLUMNS
-    group = lax.axis_index("wg")
-    block = lax.axis_index("sm")
+    group = lax.axis_index(mosaic.WARPGROUP_AXIS)
+    block = lax.axis_index(mosaic.BLOCK_AXIS)
     items = lax.div(
         jnp.maximum(row_tiles * column_tiles - block, 0) + (blocks - 1), jnp.int32(blocks)
     )

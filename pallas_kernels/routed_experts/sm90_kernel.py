@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mosaic
 from pallas_kernels.routed_experts import sm90_fragments, sm90_plain
 from pallas_kernels.routed_experts.sm90_fragments import BAND, BLOCKS, TOP, TRANSFORMS
 from pallas_kernels.routed_experts.tiling import Schedule
@@ -89,21 +90,14 @@ def grouped_product(product, x, x_scale, codes, scales, tops, bands, tiles, weig
         ),
         "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
     }
-    kernel = functools.partial(_kernel, product=product, packed=packed, columns=columns)
-    kernel.__name__ = f"routed_experts_{'gate_up' if product.paired else 'down'}_{kind}"
-    run = plgpu.kernel(
-        kernel,
+    run = mosaic.kernel(
+        functools.partial(_kernel, product=product, packed=packed, columns=columns),
+        f"routed_experts_{'gate_up' if product.paired else 'down'}_{kind}",
         out_type=out,
         scratch_types=scratch,
-        grid=(product.blocks,),
-        grid_names=("sm",),
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=False
-        ),
-        interpret=plgpu.InterpretGPUParams() if product.interpret else None,
-        kernel_name=kernel.__name__,
+        blocks=product.blocks,
+        warpgroups=CONSUMERS + 1,
+        interpret=product.interpret,
     )
     if weights is None:
         weights = jnp.zeros(1, jnp.float32)
@@ -141,8 +135,8 @@ def _kernel(
     scale_bytes = BLOCKS[kind] // 32
     k_blocks = packed // row_bytes
     column_blocks = columns // product.out_columns
-    group = lax.axis_index("wg")
-    block, blocks = lax.axis_index("sm"), product.blocks
+    group = lax.axis_index(mosaic.WARPGROUP_AXIS)
+    block, blocks = lax.axis_index(mosaic.BLOCK_AXIS), product.blocks
     total_items = used[0] * column_blocks
     items = lax.div(jnp.maximum(total_items - block, 0) + (blocks - 1), blocks)
 
@@ -319,7 +313,7 @@ def _sum(hardware, product, size, step, k_blocks, scaled, buffers):
 def _store(hardware, product, total, factor, weights, out, out_smem, place):
     """Writes the rows of a tile, and of the grain that it ends in, through shared memory."""
     start, count, column, size = place
-    group = lax.axis_index("wg")
+    group = lax.axis_index(mosaic.WARPGROUP_AXIS)
     width = out_smem.shape[-1]
     first_column = column * product.out_columns + group * width
     tokens = product.schedule.store_rows(size)

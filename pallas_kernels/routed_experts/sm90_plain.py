@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import codecs
+from pallas_kernels import codecs, mosaic
 from pallas_kernels.routed_experts import sm90_fragments
 
 
@@ -14,7 +14,7 @@ def operand(kind, codes_ref, scales_ref, top, *, paired):
     codes, scales = (ref[...].reshape(128, -1) for ref in (codes_ref, scales_ref))
     lane = lax.iota(jnp.int32, 64)
     warp, row = lane // 16, lane % 8
-    group = lax.axis_index("wg")
+    group = lax.axis_index(mosaic.WARPGROUP_AXIS)
     if not paired:
         rows = group * 64 + lane
     elif kind == "fp8":

@@ -1,0 +1,61 @@
+"""What the Pallas-Mosaic kernels share: one block per multiprocessor, warpgroups with tasks."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+BLOCK_AXIS = "sm"
+WARPGROUP_AXIS = "wg"
+
+
+def kernel(
+    body: Callable[..., None],
+    name: str,
+    *,
+    out_type: jax.ShapeDtypeStruct,
+    scratch_types: Mapping[str, Any],
+    blocks: int,
+    warpgroups: int,
+    interpret: bool,
+) -> Callable[..., jax.Array]:
+    """A function of arrays that runs `body(*inputs, out, **scratch)` in every warpgroup.
+
+    blocks  that run at a time; `lax.axis_index` of BLOCK_AXIS and WARPGROUP_AXIS tells a body where
+            it is.
+    name    of the compiled kernel.
+    """
+
+    def named(*refs, **scratch):
+        if not interpret:
+            _name_module()
+        body(*refs, **scratch)
+
+    named.__name__ = name
+    return plgpu.kernel(
+        named,
+        out_type=out_type,
+        scratch_types=scratch_types,
+        grid=(blocks,),
+        grid_names=(BLOCK_AXIS,),
+        num_threads=warpgroups,
+        thread_name=WARPGROUP_AXIS,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=False
+        ),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        kernel_name=name,
+    )
+
+
+@plgpu.inline_mgpu()
+def _name_module(ctx):
+    """Names the module's dumps after the kernel; emits nothing.
+
+    JAX 0.11 would number them through the process and write the number into the module. Equal
+    kernels would then differ: each program compiles its own, although the runtime keeps one for
+    equal modules, and the keys of a persistent cache depend on the order of lowering.
+    """
+    attributes = ctx.module.operation.attributes
+    attributes["mosaic_gpu.dump_basename"] = attributes["sym_name"]
