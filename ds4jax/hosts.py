@@ -320,10 +320,10 @@ class Hosts:
         if self._sender is not None:
             self._sender.flush()
 
-    def let_next_end(self) -> None:
+    def let_next_end(self, timeout_s: float | None = None) -> None:
         """Waits until the process after has ended: JAX may abort it when this one ends first."""
         if self._sender is not None:
-            self._sender.wait_closed()
+            self._sender.wait_closed(timeout_s)
 
     def close(self) -> None:
         """Closes the links; whoever waits for one gets HandoffError."""
@@ -362,6 +362,10 @@ def joined() -> Generator[Hosts | None]:
         # Another process failed, and may still be about to say why: it should be the first to end.
         hosts.close()
         time.sleep(_YIELD_S)
+        raise
+    except KeyboardInterrupt:
+        # All processes are: the last one still deletes what it has begun to write.
+        hosts.let_next_end(_YIELD_S)
         raise
     hosts.close()
     worker.barrier("all have ended")

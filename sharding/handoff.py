@@ -345,9 +345,13 @@ class Sender(_End):
         except (OSError, EOFError, ValueError) as error:
             raise self._failed("waiting for", step, error) from error
 
-    def wait_closed(self) -> None:
-        """Waits until the peer has closed its end; acknowledgements are dropped."""
+    def wait_closed(self, timeout_s: float | None = None) -> None:
+        """Waits until the peer has closed its end; acknowledgements are dropped.
+
+        timeout_s  longest wait for a sign of it; None for that of the link
+        """
         with contextlib.suppress(OSError):
+            self._link.settimeout(self._timeout_s if timeout_s is None else timeout_s)
             while self._link.recv(1 << 12):
                 pass
 

@@ -9,7 +9,8 @@ import multiprocessing
 import os
 import pathlib
 import shutil
-from collections.abc import Generator, Mapping
+import signal
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
@@ -82,9 +83,7 @@ def save_tree(path: pathlib.Path, tree: Any) -> None:
     numpy arrays of the first one only.
     """
     if jax.distributed.is_initialized() and jax.process_count() > 1:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-            pool.submit(_save_on_cpu, path.absolute(), tree).result()
+        _in_child(_save_on_cpu, path.absolute(), tree)
         return
     with _orbax_warnings_only():
         saving = ocp.save_async(str(path.absolute()), tree, overwrite=True)
@@ -95,6 +94,18 @@ def save_tree(path: pathlib.Path, tree: Any) -> None:
             with contextlib.suppress(Exception):
                 saving.result()
             raise
+
+
+def _in_child[Result](job: Callable[..., Result], *arguments: Any) -> Result:
+    """What `job` returns in a process of its own, which does not mind Ctrl-C: this one decides."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+        try:
+            answer = pool.submit(job, *arguments)  # starts the child, which inherits the mask
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return answer.result()
 
 
 def _save_on_cpu(path: pathlib.Path, tree: Any) -> None:

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -271,6 +272,12 @@ def test_an_interrupted_save_waits_for_its_threads(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         storage.save_tree(tmp_path / "s", {"x": np.zeros(3)})
     assert saving.waits == 2
+
+
+def test_a_child_that_saves_leaves_interrupts_to_its_parent():
+    blocked = storage._in_child(signal.pthread_sigmask, signal.SIG_BLOCK, ())
+    assert signal.SIGINT in blocked
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_full_disk_leaves_no_state(tmp_path, monkeypatch):
