@@ -197,11 +197,15 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes `value` as indented JSON, completely or not at all."""
     aside = path.with_name(f".{path.name}.partial")
     with disk_errors(path):
-        with open(aside, "w", encoding="utf-8") as file:
-            file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        try:
+            with open(aside, "w", encoding="utf-8") as file:
+                file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        finally:
+            with contextlib.suppress(OSError):  # it is gone, unless one of the steps failed
+                aside.unlink()
 
 
 def size(count: int) -> str:

@@ -89,10 +89,10 @@ def _bench(argv: Sequence[str]) -> int:
         config = config.replace({"machine.file": given["machine"]})
     model = cut(ModelConfig.from_json(given["model"]), given["layers"])
     source = SyntheticSource(model, 0, mtp=False)
-    with report.disk_errors(out_dir):
-        out_dir.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"schema": SCHEMA, "layers": model.num_hidden_layers, "rows": []}
     small = _small_bytes(source, config)
+    with report.disk_errors(out_dir):
+        out_dir.mkdir(parents=True, exist_ok=True)
     for case in cases(small, model.num_hidden_layers):
         row = measure(source, config, case, given["repeats"])
         record["rows"].append(row)

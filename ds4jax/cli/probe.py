@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import pathlib
 import sys
+import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,15 @@ def _probe(argv: Sequence[str]) -> int:
     out = pathlib.Path(common.require_flag(values, "out"))
     if not out.parent.is_dir():
         raise report.OutputError(f"--out is {out}: the folder {out.parent} does not exist")
+    if out.is_dir():
+        raise report.OutputError(f"--out is {out}, a folder: expected the name of a file")
+    try:
+        with tempfile.NamedTemporaryFile(dir=out.parent):  # measuring takes minutes
+            pass
+    except OSError as error:
+        raise report.OutputError(
+            f"--out is {out}: nothing can be written in {out.parent} ({error.strerror})"
+        ) from None
     if (disk := values["disk"].value) is not None and not pathlib.Path(disk).is_dir():
         raise common.UsageError(f"--disk is {disk!r}, expected an existing folder")
     model = values["model"].value

@@ -72,6 +72,8 @@ def test_layers_of_a_model_are_timed_and_priced(tmp_path, capsys):
     [
         ([], "--out is missing"),
         (["--out=/nowhere/machine.json"], "the folder /nowhere does not exist"),
+        (["--out=/tmp"], "--out is /tmp, a folder: expected the name of a file"),
+        (["--out=/proc/machine.json"], "--out is /proc/machine.json: nothing can be written in"),
         (["--out=machine.json", "--disk=/nowhere"], "--disk is '/nowhere', expected an existing"),
         (["--outt=machine.json"], "outt"),
         (["--out=machine.json", "--layer_tokens=0"], "--layer_tokens is '0', expected whole"),

@@ -133,5 +133,14 @@ def test_json_is_replaced_in_one_step(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
+def test_json_that_cannot_be_put_in_place_leaves_nothing(tmp_path):
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(report.OutputError, match="cannot be written"):
+        report.write_json(tmp_path / "x.json", {"a": 1})
+    with pytest.raises(TypeError):
+        report.write_json(tmp_path / "y.json", {"a": object()})
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
 def test_versions_name_what_can_change_bits():
     assert {"python", "jax", "jaxlib", "numpy", "ds4jax", "commit"} <= set(report.versions())
