@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import codecs
 from pallas_kernels.codecs.decode import scale_by
+from pallas_kernels.tracing import traced_once
 
 BLOCK = 128  # channels of an input and side of a weight square that share a scale
 ROWS = 16  # rows of an input tile, at most
@@ -28,6 +29,7 @@ def refusal(x: jax.Array, dtype: jax.typing.DTypeLike) -> str | None:
     return None
 
 
+@traced_once("interpret")
 def fake_quant_fp8(x: jax.Array, *, interpret: bool = False) -> jax.Array:
     """`codecs.fake_quant_fp8(x, 128)` of x [T, K] bfloat16, K a multiple of 128."""
     rows, width = x.shape
@@ -48,6 +50,7 @@ def _quantise(x_ref, out_ref):
     out_ref[...] = codecs.fake_quant_fp8(x_ref[...], BLOCK)
 
 
+@traced_once("interpret")
 def quantize_fp8(x: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """`codecs.quantize_fp8(x, 128)` of x [T, K] bfloat16, K a multiple of 128.
 
@@ -79,6 +82,7 @@ def _codes(x_ref, codes_ref, scale_ref, *, tile: tuple[int, int]):
     plt.store(scale_ref.at[block[None, :], row[:, None]], codecs.decode_e8m0(scales))
 
 
+@traced_once("interpret")
 def decode_fp8(codes: jax.Array, scales: jax.Array, *, interpret: bool = False) -> jax.Array:
     """`codecs.decode_fp8` to bfloat16, of codes [N, K] with N and K multiples of 128."""
     if codes.dtype != jnp.uint8:

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import codecs, mosaic
+from pallas_kernels.tracing import traced_once
 
 BLOCK = 128  # channels of a step, which share a scale
 PIECE = 64  # rows of a product
@@ -41,6 +42,7 @@ def refusal(weight: jax.Array) -> str | None:
     return None
 
 
+@traced_once("blocks", "interpret")
 def product(
     x: jax.Array,
     x_scale: jax.Array,

@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.codecs import round_to
 from pallas_kernels.tiles import pad_rows
+from pallas_kernels.tracing import traced_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,7 @@ def refusal(streams: jax.Array, config: Config = DEFAULT) -> str | None:
     return None
 
 
+@traced_once("iterations", "eps", "norm_eps", "config", "interpret")
 def pre(
     streams: jax.Array,
     fn: jax.Array,
@@ -248,6 +250,7 @@ def _pre_kernel(
     jax.lax.fori_loop(0, width // columns, step, None)
 
 
+@traced_once("config", "interpret")
 def post(
     y: jax.Array,
     streams: jax.Array,

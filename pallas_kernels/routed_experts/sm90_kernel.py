@@ -20,6 +20,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.routed_experts import sm90_fragments, sm90_plain
 from pallas_kernels.routed_experts.sm90_fragments import BAND, BLOCKS, TOP, TRANSFORMS
 from pallas_kernels.routed_experts.tiling import Schedule
+from pallas_kernels.tracing import traced_once
 
 WEIGHT_ROWS = 128  # of a block: 64 for each consumer
 ROW_GRAIN = 8  # routed rows are stored in pieces of this many
@@ -49,6 +50,7 @@ class Product:
         return WEIGHT_ROWS // 2 if self.paired else WEIGHT_ROWS
 
 
+@traced_once("product")
 def grouped_product(product, x, x_scale, codes, scales, tops, bands, tiles, weights):
     """out bf16 [rows, columns] of row tiles times the weights of their experts.
 
