@@ -476,7 +476,7 @@ def load(
                    the plan is made for these, their programs are compiled while the weights are
                    loaded, and a state that does not fit is refused now instead of at the prompt
     hosts          the processes of the run, see `hosts.joined`: this one loads the layers of its
-                   own stages, and all of them have to make the same calls
+                   own stages, and all of them have to make the same calls, this one once
 
     Nothing large is read or allocated before the checkpoint is known to be complete and the run
     to fit. Raises CheckpointError, ConfigError or PlanError.

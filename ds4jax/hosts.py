@@ -92,6 +92,7 @@ class Hosts:
         self._worker = worker
         self.rank, self.world = worker.rank, worker.world
         self.queued = False
+        self._told: set[str] = set()
         self._stages = range(0)  # of this process
         self._dealt: tuple[int, ...] | None = None  # stages of every process, where a plan says so
         self._requests = self._received = self._sent = self._chosen = 0
@@ -219,6 +220,7 @@ class Hosts:
     def share[Told: (Part, Ending, Saved, Table)](self, value: Told) -> list[Told]:
         """What all processes share, by rank; waits for them. Once in a run for each type."""
         kind = type(value)
+        self._only_once(kind.__name__)
         self._worker.set(f"{kind.__name__} {self.rank}", json.dumps(to_plain(value)))
         told = (self._worker.get(f"{kind.__name__} {rank}") for rank in range(self.world))
         return [from_plain(kind, json.loads(text)) for text in told]
@@ -239,6 +241,7 @@ class Hosts:
 
         facts  by the words that name them in the message
         """
+        self._only_once(f"agree {name}")
         mine = json.loads(json.dumps(facts))
         if self.first:
             self._worker.set(f"agree {name}", json.dumps(mine))
@@ -249,6 +252,15 @@ class Hosts:
                 f"process {self.rank} differs from process 0 in {', '.join(differing)}: start all "
                 "processes with the same command, on the same files and versions"
             )
+
+    def _only_once(self, key: str) -> None:
+        """Raises RuntimeError for what was told before: the others would take that for this."""
+        if key in self._told:
+            raise RuntimeError(
+                "the processes of a run load one engine, and this is another one: change the first "
+                "one by Engine.reconfigured, or start the processes again"
+            )
+        self._told.add(key)
 
     def agree_on_prompts(self, ids: Sequence[np.ndarray]) -> None:
         """Raises ConfigError unless all processes are about to read the same tokens."""

@@ -179,13 +179,13 @@ def test_devices_are_those_of_the_process_that_has_the_stage():
 
 def test_processes_that_differ_are_told_in_what():
     values: dict[str, str] = {}
-    first, second = (hosts.Hosts(Worker(rank, 2, values)) for rank in range(2))
+    first, second, other = (hosts.Hosts(Worker(rank, 2, values)) for rank in (0, 1, 1))
     first.agree("the run", {"config.prefill": {"chunk_tokens": 48}, "jax": "1", "python": "3"})
     second.agree("the run", {"config.prefill": {"chunk_tokens": 48}, "jax": "1", "python": "3"})
     with pytest.raises(
         ConfigError, match=r"process 1 differs from process 0 in config\.prefill, jax"
     ):
-        second.agree("the run", {"config.prefill": {}, "jax": "2", "python": "3"})
+        other.agree("the run", {"config.prefill": {}, "jax": "2", "python": "3"})
     ids = np.arange(5, dtype=np.int32)
     first.agree_on_prompts([ids, ids])
     first.agree_on_prompts([ids])
@@ -440,6 +440,13 @@ def test_each_process_reads_its_part_of_a_checkpoint(command, tmp_path):
         assert code == 0, err
         shas.add(json.loads(out.splitlines()[-1])["outputs"]["logits.npy"]["sha256"])
     assert len(shas) == 1
+
+
+def test_a_second_engine_in_the_processes_of_a_run_is_refused():
+    alone = hosts.Hosts(Worker(0, 1))
+    alone.agree("the run", {"x": 1})
+    with pytest.raises(RuntimeError, match="load one engine"):
+        alone.agree("the run", {"x": 2})
 
 
 def test_a_process_that_is_ended_while_it_leaves_keeps_its_code():
