@@ -1,12 +1,16 @@
-"""Timing of a jitted function: compilation apart, then min, median and max of repeated runs."""
+"""What benchmarks share: timing of a jitted function, distances, where numbers come from."""
 
 import dataclasses
+import datetime
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from pallas_kernels import support
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,3 +54,19 @@ def measure(
         seconds.append((clock() - start) / calls_per_run)
         del result
     return Timing(compile_s, min(seconds), statistics.median(seconds), max(seconds), runs)
+
+
+def distance(got: jax.Array, wanted: jax.Array) -> float:
+    """Relative Frobenius distance of arrays of one shape; infinite or NaN when a value is."""
+    got, wanted = got.astype(jnp.float32), wanted.astype(jnp.float32)
+    return float(jnp.linalg.norm((got - wanted).ravel()) / jnp.linalg.norm(wanted.ravel()))
+
+
+def origin(module: str, argv: Sequence[str]) -> dict[str, str]:
+    """Device, version, day and command line of measurements, for their file."""
+    return {
+        "device": support.default_device().device_kind,
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python -m", module, *argv]),
+    }

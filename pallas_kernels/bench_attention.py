@@ -1,6 +1,6 @@
 """Checks, then times the attention-side kernels at the released layer shapes on one GPU.
 
-    python -m pallas_kernels.bench_attention --out results.json [--only sparse,top_k] [--sweep]
+    python -m pallas_kernels.bench_attention --out results.json [--only csa,top_k] [--sweep]
 
 Per kernel: agreement with the plain-JAX reference on a part of the chunk, equal bits when a chunk
 is cut and when it is run again, then medians beside the reference. `--sweep` times other tile
@@ -63,12 +63,6 @@ class Case:
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16, scale: float = 1.0) -> jax.Array:
     return (jax.random.normal(jax.random.key(seed), shape, jnp.float32) * scale).astype(dtype)
-
-
-def distance(got: jax.Array, wanted: jax.Array) -> float:
-    """Relative Frobenius distance; NaN when anything is not finite."""
-    got, wanted = got.astype(jnp.float32), wanted.astype(jnp.float32)
-    return float(jnp.linalg.norm((got - wanted).ravel()) / jnp.linalg.norm(wanted.ravel()))
 
 
 def digest(tree: Any) -> str:
@@ -241,7 +235,7 @@ def check_attention(kind: str) -> dict[str, Any]:
                 **options,
             )
         results[variant] = {
-            "distance": distance(whole[rows], wanted),
+            "distance": bench.distance(whole[rows], wanted),
             "finite": bool(jnp.isfinite(whole).all()),
             "again": digest(call(q, window_kv, compressed, indices, sink, position, angles))
             == digest(whole),
@@ -330,7 +324,7 @@ def check_indexer() -> dict[str, Any]:
         got = whole[part]
         chosen = select(queries, keys, weights, position)
         results[variant] = {
-            "distance": distance(jnp.where(finite, got, 0), jnp.where(finite, wanted, 0)),
+            "distance": bench.distance(jnp.where(finite, got, 0), jnp.where(finite, wanted, 0)),
             "mask": bool((jnp.isfinite(got) == finite).all()),
             "set": bool(
                 (chosen[part] == top_k(got, FLASH.index_topk, implementation="reference")).all()
@@ -487,8 +481,8 @@ def check_hyper() -> dict[str, Any]:
     wanted_mixed = hyper_connections.post(
         y[rows], streams[rows], *wanted[1:], implementation="reference"
     )
-    distances = [distance(a[rows], b) for a, b in zip(got, wanted, strict=True)]
-    distances.append(distance(mixed[rows], wanted_mixed))
+    distances = [bench.distance(a[rows], b) for a, b in zip(got, wanted, strict=True)]
+    distances.append(bench.distance(mixed[rows], wanted_mixed))
     limits = (5e-3, 1e-4, 1e-4, 5e-3)
     cut = True
     for size in (*CUTS, 1):
@@ -585,7 +579,7 @@ def check_compressors() -> dict[str, Any]:
             bool((entries == whole[0][first : first + entries.shape[0]]).all())
             for first, entries in parts
         )
-        error = distance(whole[0], wanted[0])
+        error = bench.distance(whole[0], wanted[0])
         results[name] = {"distance": error, "cut": cut, "digest": digest(whole[0])}
         results[name]["ok"] = cut and error <= 1e-5
     return results
@@ -683,7 +677,7 @@ OPERATIONS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[bool], Itera
 }
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="JSON file to write")
     parser.add_argument("--only", default=",".join(OPERATIONS), help="comma-separated operations")
@@ -691,20 +685,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--memory", action="store_true", help="compile at 1,048,576 tokens")
     parser.add_argument("--runs", type=int, default=7)
     arguments = parser.parse_args(argv)
-    device = jax.devices()[0]
-    report: dict[str, Any] = {
-        "device": device.device_kind,
-        "jax": jax.__version__,
-        "checks": {},
-        "times": [],
-    }
+    names = arguments.only.split(",")
+    if unknown := set(names) - set(OPERATIONS):
+        parser.error(
+            f"--only: {', '.join(sorted(unknown))}: expected some of {','.join(OPERATIONS)}"
+        )
+    report: dict[str, Any] = bench.origin("pallas_kernels.bench_attention", argv)
+    report |= {"checks": {}, "times": []}
     failed = False
 
     def save() -> None:
         with open(arguments.out, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=1)
 
-    for name in arguments.only.split(","):
+    for name in names:
         check, cases = OPERATIONS[name]
         outcome = check()
         report["checks"][name] = outcome
@@ -744,4 +738,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

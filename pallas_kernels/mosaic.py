@@ -4,10 +4,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 BLOCK_AXIS = "sm"
 WARPGROUP_AXIS = "wg"
+INTERPRETED_BLOCKS = 2
+
+
+def blocks_at_a_time(device: jax.Device) -> int:
+    """Blocks that run at a time: one per multiprocessor, two where there are none."""
+    return getattr(device, "core_count", INTERPRETED_BLOCKS)
 
 
 def kernel(
@@ -59,3 +67,30 @@ def _name_module(ctx):
     """
     attributes = ctx.module.operation.attributes
     attributes["mosaic_gpu.dump_basename"] = attributes["sym_name"]
+
+
+def claim(empty: Any, step: jax.Array) -> jax.Array:
+    """The buffer of a ring for the producer's i32 step, once the consumers are done with it.
+
+    empty  a barrier for each buffer of the ring, at which consumers arrive.
+    """
+    stages = empty.shape[0]
+    slot = lax.rem(step, stages)
+
+    @pl.when(step >= stages)
+    def _():
+        plgpu.barrier_wait(empty.at[slot])
+
+    return slot
+
+
+def drain(empty: Any, steps: jax.Array) -> None:
+    """Waits until the consumers are done with all buffers, after `steps` i32 steps.
+
+    A block must not end while somebody may still arrive at its barriers.
+    """
+    for slot in range(empty.shape[0]):
+
+        @pl.when(steps > slot)
+        def _(slot=slot):
+            plgpu.barrier_wait(empty.at[slot])

@@ -10,7 +10,7 @@ Keeping decoded copies instead would cost 2 bytes per weight for all layers.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import checks, codecs, support
+from pallas_kernels import checks, codecs, mosaic, support
 from pallas_kernels.block_linear import kernel, reference, sm90
 
 __all__ = ["block_linear", "decoded"]
@@ -60,7 +60,7 @@ def block_linear(
         "block_linear", implementation, kernel.refusal(x, dtype), interpret=interpret
     )
     if chosen == "sm90" and quantize_input and not plain and sm90.refusal(weight) is None:
-        blocks = getattr(support.default_device(), "core_count", sm90.INTERPRETED_BLOCKS)
+        blocks = mosaic.blocks_at_a_time(support.default_device())
         codes, x_scale = kernel.quantize_fp8(x, interpret=interpret)
         if weight.dtype == jnp.uint8:
             weight = jax.lax.bitcast_convert_type(weight, jnp.float8_e4m3fn)

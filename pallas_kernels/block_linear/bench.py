@@ -4,7 +4,6 @@ python -m pallas_kernels.block_linear.bench --out=linears.json
 """
 
 import argparse
-import datetime
 import functools
 import json
 import pathlib
@@ -13,7 +12,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import bench, support
+from pallas_kernels import bench
 from pallas_kernels.block_linear import block_linear
 
 TOKENS = 8192
@@ -53,13 +52,7 @@ def main(argv: list[str]) -> int:
         print(
             " ".join(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
         )
-    document = {
-        "device": support.default_device().device_kind,
-        "jax": jax.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": "python -m pallas_kernels.block_linear.bench " + " ".join(argv),
-        "timings": rows,
-    }
+    document = bench.origin("pallas_kernels.block_linear.bench", argv) | {"timings": rows}
     args.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 

@@ -25,7 +25,6 @@ COLUMNS = 128  # outputs of a tile, which share the scales of the weight
 STRIP = 32  # columns that are written at a time
 STAGES = 4
 GROUP = 8  # neighbouring tiles of rows that run at a time, so that they share weights in L2
-INTERPRETED_BLOCKS = 2
 
 _OPERAND = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
 _RESULT = (plgpu.TilingTransform((8, STRIP)), plgpu.SwizzleTransform(64))
@@ -128,12 +127,7 @@ def _kernel(
             row, column = item(index)
 
             def one(k, step):
-                slot = lax.rem(step, STAGES)
-
-                @pl.when(step >= STAGES)
-                def _():
-                    plgpu.barrier_wait(empty.at[slot])
-
+                slot = mosaic.claim(empty, step)
                 channels = pl.ds(k * BLOCK, BLOCK)
                 plgpu.copy_gmem_to_smem(
                     x.at[pl.ds(row, ROWS), channels], x_smem.at[slot], full.at[slot]
@@ -153,12 +147,7 @@ def _kernel(
 
             return lax.fori_loop(0, steps, one, step)
 
-        loaded = lax.fori_loop(0, items, load, jnp.int32(0))
-        for slot in range(STAGES):
-
-            @pl.when(loaded > slot)
-            def _(slot=slot):
-                plgpu.barrier_wait(empty.at[slot])
+        mosaic.drain(empty, lax.fori_loop(0, items, load, jnp.int32(0)))
 
     @pl.when(group < CONSUMERS)
     def _():

@@ -7,8 +7,9 @@ in slot order: results do not depend on which call, buffer or device an expert w
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import codecs, support
+from pallas_kernels import codecs, mosaic, support
 from pallas_kernels.routed_experts import portable, reference, sm90, tiling
+from pallas_kernels.routed_experts.arrange import fresh_slots
 from pallas_kernels.routed_experts.slab import ExpertSlab, with_scale_range
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
 
 # Routed rows per expert from which the Hopper kernels are taken, without and with `quantize_input`.
 SM90_ROWS = (96, 24)
-INTERPRETED_BLOCKS = 2
 
 wide_experts = sm90.wide_experts
 
@@ -76,14 +76,14 @@ def expert_slots(
     _check(x, ids, weights, slabs, where, slots)
     slabs_present = tuple(slab for slab in slabs if slab.experts)
     if not slabs_present or ids.size == 0:
-        return _fresh_slots(x, ids) if slots is None else slots
+        return fresh_slots(x, ids) if slots is None else slots
     device = support.default_device()
     if implementation is None:
         implementation = preferred(x, ids, slabs, where, device, quantize_input=quantize_input)
     support.require(implementation, refusal(implementation, x, slabs, device, interpret=interpret))
     operands = (x, ids, weights, slabs_present, where)
     if implementation == "reference":
-        slots = _fresh_slots(x, ids) if slots is None else slots
+        slots = fresh_slots(x, ids) if slots is None else slots
         return reference.expert_slots(*operands, slots, limit=limit, quantize_input=quantize_input)
     if implementation == "sm90":
         kind = "fp8" if quantize_input else "bf16"
@@ -93,7 +93,7 @@ def expert_slots(
             limit=limit,
             quantize_input=quantize_input,
             schedule=tiling.schedule(device.device_kind, x.shape[1], slabs[0].width, kind),
-            blocks=getattr(device, "core_count", INTERPRETED_BLOCKS),
+            blocks=mosaic.blocks_at_a_time(device),
             interpret=interpret,
         )
     blocks = tiling.choose(
@@ -158,11 +158,6 @@ def combine_slots(slots: jax.Array, shared: jax.Array) -> jax.Array:
     for slot in range(1, k):
         total += slots[:, slot].astype(jnp.float32)
     return codecs.round_to(total + shared.astype(jnp.float32), slots.dtype)
-
-
-def _fresh_slots(x, ids):
-    fill = jnp.where(ids >= 0, jnp.nan, 0.0).astype(x.dtype)
-    return jnp.broadcast_to(fill[..., None], (*ids.shape, x.shape[1]))
 
 
 def _check(x, ids, weights, slabs, where, slots):

@@ -10,15 +10,20 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.codecs.decode import power_of_two
 
-ROWS = 32
-BLOCK = 128
-COLUMNS = 512
+ROWS = 32  # places of a program
+BLOCK = 128  # channels of a program that arranges, which share a scale
+COLUMNS = 512  # channels of a program that puts back
 
 
 def arrange(
-    x: jax.Array, source: jax.Array, used: jax.Array, *, order: str | None, quantize: bool,
+    x: jax.Array,
+    source: jax.Array | None,
+    used: jax.Array,
+    *,
+    order: str | None,
+    quantize: bool,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """x[source] for the first `used` places; what is beyond is not written.
 
     x        bf16 [rows, K], K a multiple of 128.
@@ -43,6 +48,12 @@ def arrange(
         interpret=interpret,
         name="routed_experts_arrange",
     )(*arrays)
+
+
+def fresh_slots(x: jax.Array, ids: jax.Array) -> jax.Array:
+    """Slots [T, k, D] of x [T, D] in its dtype that no expert served: NaN, 0 where ids are -1."""
+    fill = jnp.where(ids >= 0, jnp.nan, 0.0).astype(x.dtype)
+    return jnp.broadcast_to(fill[..., None], (*ids.shape, x.shape[1]))
 
 
 def put_back(

@@ -14,7 +14,6 @@ uniform, or skewed so that the likeliest expert is 55 times the least likely.
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import importlib.util
 import itertools
@@ -138,11 +137,7 @@ def check(
         run, oracle = (programs[tokens, quantize_input, name] for name in ("run", "oracle"))
         x, ids, weights, *_ = calls[tokens, quantize_input, "run"][1]
         got = run(x, ids, weights, (slab,), where)
-        wanted = oracle(*calls[tokens, quantize_input, "oracle"][1]).astype(jnp.float32)
-        error = float(
-            jnp.linalg.norm((got.astype(jnp.float32) - wanted).ravel())
-            / jnp.linalg.norm(wanted.ravel())
-        )
+        error = bench.distance(got, oracle(*calls[tokens, quantize_input, "oracle"][1]))
         row = {
             "implementation": implementation,
             "tokens": tokens,
@@ -437,12 +432,7 @@ def main(argv: list[str]) -> int:
     if args.tune and args.implementation is None:
         parser.error("--tune: expected --implementation with it")
     spec, device, start = specs.SPECS[args.spec], support.default_device(), time.perf_counter()
-    document = {
-        "device": device.device_kind,
-        "jax": jax.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": "python -m pallas_kernels.routed_experts.bench " + " ".join(argv),
-    }
+    document: dict[str, Any] = bench.origin("pallas_kernels.routed_experts.bench", argv)
 
     def log(message):
         print(f"[{time.perf_counter() - start:6.1f}] {message}", flush=True)

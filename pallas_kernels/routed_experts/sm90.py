@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.routed_experts import sm90_fragments
-from pallas_kernels.routed_experts.arrange import arrange, put_back
+from pallas_kernels.routed_experts.arrange import arrange, fresh_slots, put_back
 from pallas_kernels.routed_experts.ordering import RowOrder, order_rows
 from pallas_kernels.routed_experts.slab import ExpertSlab, scale_range, unreadable
 from pallas_kernels.routed_experts.sm90_kernel import (
@@ -54,11 +54,7 @@ def expert_slots(
     order = order_rows(ids, where, sum(slab.experts for slab in slabs))
     kind = "fp8" if quantize_input else "bf16"
     place = functools.partial(arrange, quantize=quantize_input, interpret=interpret)
-    if slots is None:
-        fill = jnp.where(ids >= 0, jnp.nan, 0.0).astype(x.dtype)
-        out = jnp.broadcast_to(fill[..., None], (tokens, k, hidden))
-    else:
-        out = slots
+    out = fresh_slots(x, ids) if slots is None else slots
     out = out.reshape(tokens * k, hidden)
     first = 0
     for slab in slabs:

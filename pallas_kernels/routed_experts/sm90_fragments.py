@@ -35,6 +35,8 @@ TRANSFORMS = {
     "fp8": (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)),
     "bf16": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)),
 }
+OUT_DOWN = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+OUT_GATE_UP = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))
 
 
 def channel_order(kind: str) -> np.ndarray:
@@ -461,7 +463,6 @@ def _float(value):
 
 def store_down(total, factor, out_ref, *, first, tokens):
     """Rounds total[:, first : first + tokens] * factor into out_ref bf16 [tokens, 64]."""
-    rows = total.shape[1]
 
     @plgpu.inline_mgpu(
         arg_types=(ACCUMULATOR, plgpu.Layout.WG_SPLAT(()), plgpu.RefType(OUT_DOWN)),
@@ -477,7 +478,6 @@ def store_down(total, factor, out_ref, *, first, tokens):
             pairs.append([_pack(*four[:2]), _pack(*four[2:])])
         _store_columns(out_ref, pairs, row_bytes=128, column_bytes=arith.muli(warp, _c(32)))
 
-    del rows
     run(total, factor, out_ref)
 
 
@@ -539,7 +539,3 @@ def store_gate_up(total, factor, weights_ref, out_ref, *, first, tokens, limit):
         _store_columns(out_ref, pairs, row_bytes=64, column_bytes=arith.muli(warp, _c(16)))
 
     run(total, factor, weights_ref, out_ref)
-
-
-OUT_DOWN = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-OUT_GATE_UP = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))

@@ -132,7 +132,7 @@ def _kernel(
     columns,
 ):
     schedule, kind = product.schedule, product.kind
-    rows, stages = schedule.rows, schedule.stages
+    rows = schedule.rows
     row_bytes = BLOCKS[kind] // 2
     scale_bytes = BLOCKS[kind] // 32
     k_blocks = packed // row_bytes
@@ -168,11 +168,7 @@ def _kernel(
 
             def load(inner, step):
                 k = lax.rem(inner, k_blocks)
-                slot = lax.rem(step, stages)
-
-                @pl.when(step >= stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[slot])
+                slot = mosaic.claim(empty, step)
 
                 def load_rows(size):
                     plgpu.copy_gmem_to_smem(
@@ -212,12 +208,7 @@ def _kernel(
 
             return lax.fori_loop(0, steps_of(expert), load, step)
 
-        steps = lax.fori_loop(0, items, run_item, jnp.int32(0))
-        for slot in range(stages):
-
-            @pl.when(steps > slot)
-            def _(slot=slot):
-                plgpu.barrier_wait(empty.at[slot])
+        mosaic.drain(empty, lax.fori_loop(0, items, run_item, jnp.int32(0)))
 
     @pl.when(group < CONSUMERS)
     def _():

@@ -1,9 +1,11 @@
 """Refusals name the device and what a kernel needs; timings keep compilation apart."""
 
 import itertools
+import math
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 from absl.testing import absltest, parameterized
 
@@ -66,6 +68,18 @@ class MeasureTest(absltest.TestCase):
     def test_counts_are_checked(self):
         with pytest.raises(ValueError, match="runs=0"):
             bench.measure(lambda: None, runs=0)
+
+    def test_distance_is_relative_and_shows_what_is_not_finite(self):
+        wanted = jnp.asarray([[3.0, 4.0]])
+        self.assertAlmostEqual(bench.distance(wanted.astype(jnp.bfloat16), wanted), 0.0)
+        self.assertAlmostEqual(bench.distance(wanted + jnp.float32([[0, 1]]), wanted), 0.2, 6)
+        for value in (jnp.inf, jnp.nan):
+            self.assertFalse(math.isfinite(bench.distance(wanted.at[0, 0].set(value), wanted)))
+
+    def test_origin_tells_how_numbers_came_about(self):
+        origin = bench.origin("somewhere.bench", ["--out=x"])
+        self.assertEqual(origin["command"], "python -m somewhere.bench --out=x")
+        self.assertEqual(origin["jax"], jax.__version__)
 
 
 if __name__ == "__main__":
