@@ -179,7 +179,7 @@ class Engine:
         tokens = self._check_prompt(ids, name, state)
         job = Job(tokens, name, run_tokens=len(tokens))
         if state is not None:
-            check_state(state, self.model_config, self.numerics, self._layers_here())
+            check_state(state, self.model_config, self.numerics, self.layers)
             if not donate_state:
                 state = jax.tree.map(jnp.copy, state)
         if paused is not None:
@@ -242,7 +242,7 @@ class Engine:
         name = "generate"
         tokens = self._check_prompt(ids, name, state, more=count - 1)
         if state is not None:
-            check_state(state, self.model_config, self.numerics, self._layers_here())
+            check_state(state, self.model_config, self.numerics, self.layers)
             state = jax.tree.map(jnp.copy, state)
         chosen: list[int] = []
         logits: list[np.ndarray] = []
@@ -448,10 +448,6 @@ class Engine:
     ) -> np.ndarray:
         before = state.position if state is not None else 0
         return check_prompt(ids, name, before, self.model_config, self.config, more)
-
-    def _layers_here(self) -> set[int]:
-        """The layers of this process."""
-        return {layer for stage in self._stages for layer in stage.layers}
 
     def _require_open(self) -> None:
         if self._closed.is_set():

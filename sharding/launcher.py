@@ -55,6 +55,10 @@ class LaunchError(RuntimeError):
     """The processes could not be brought together."""
 
 
+class AddressError(LaunchError):
+    """The coordinator cannot be where it was asked for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """Why a run should end, and the exit code for it.
@@ -391,7 +395,13 @@ class Launcher:
         if options.coordinator:
             host, _, text = options.coordinator.rpartition(":")
             port = int(text)
-        server = socket.create_server(("" if options.hosts > 1 else host, port), backlog=512)
+        try:
+            server = socket.create_server(("" if options.hosts > 1 else host, port), backlog=512)
+        except OSError as error:
+            raise AddressError(
+                f"--coordinator is {options.coordinator!r}, where this host cannot listen "
+                f"({error.strerror}): expected a free port of its own"
+            ) from error
         self.selector.register(server, selectors.EVENT_READ, self._on_connection)
         return f"{host}:{server.getsockname()[1]}", host
 
@@ -661,13 +671,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             visible_gpus(os.environ, options.processes - 1, options.gpus_per_process)
         except LaunchError as error:
             parser.error(str(error))
-    if options.hosts > 1 and ":" not in options.coordinator:
+    if options.hosts > 1 and not options.coordinator:
         parser.error("--hosts needs --coordinator=HOST:PORT, the same for all hosts")
+    host, _, port = options.coordinator.rpartition(":")
+    if options.coordinator and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        parser.error(f"--coordinator is {options.coordinator!r}, expected HOST:PORT")
+    if not 0 < options.heartbeat_s < options.timeout_s:
+        parser.error(
+            f"--heartbeat_s is {options.heartbeat_s:g} and --timeout_s {options.timeout_s:g}, "
+            "expected signs of life more often than their absence counts"
+        )
     try:
         return Launcher(options).run()
-    except (LaunchError, FileNotFoundError, PermissionError) as error:
+    except (AddressError, FileNotFoundError, PermissionError) as error:
         print(f"launcher {options.host_index}: {error}", file=sys.stderr)
-        return EXIT_LOST if isinstance(error, LaunchError) else 2
+        return 2
+    except LaunchError as error:
+        print(f"launcher {options.host_index}: {error}", file=sys.stderr)
+        return EXIT_LOST
 
 
 if __name__ == "__main__":

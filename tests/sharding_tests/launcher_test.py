@@ -121,6 +121,9 @@ class OneHostTest(parameterized.TestCase):
             (["--processes=0"], ["true"], "at least 1"),
             (["--hosts=2"], ["true"], "--coordinator=HOST:PORT"),
             (["--hosts=2", "--host_index=2"], ["true"], "expected 0..1"),
+            (["--coordinator=here"], ["true"], "--coordinator is 'here', expected HOST:PORT"),
+            (["--coordinator=here:70000"], ["true"], "is 'here:70000', expected HOST:PORT"),
+            (["--heartbeat_s=30"], ["true"], "--heartbeat_s is 30 and --timeout_s 20, expected"),
         ):
             result = subprocess.run(
                 [sys.executable, "-m", "sharding.launcher", "--processes=1", *flags, "--", *job],
@@ -128,6 +131,15 @@ class OneHostTest(parameterized.TestCase):
             )  # fmt: skip
             self.assertEqual(result.returncode, 2)
             self.assertIn(message, result.stderr)
+
+    def test_a_port_that_is_taken_is_a_mistake_of_the_user(self):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            code, out, err = finish(start(1, "alone", flags=[f"--coordinator={address}"]))
+        self.assertEqual((code, out), (2, ""))
+        self.assertStartsWith(err, f"launcher 0: --coordinator is '{address}', where this host")
+        self.assertIn("already in use", err)
+        self.assertEqual(err.count("\n"), 1)
 
     @parameterized.parameters((None, ["0,1", "2,3"]), ("7,5,3,1", ["3,1", "7,5"]))
     def test_each_process_sees_its_own_gpus(self, visible, wanted):
