@@ -86,7 +86,10 @@ class _Lines:
         self.link.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Messages that have arrived, after waiting for some bytes; None at the end."""
+        """Messages that have arrived, after waiting for some bytes; None at the end.
+
+        Something else than messages is an end, too: whoever looks for open ports may connect.
+        """
         try:
             data = self.link.recv(1 << 16)
         except OSError:
@@ -94,7 +97,10 @@ class _Lines:
         if not data:
             return None
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError:
+            return None
 
 
 # Worker

@@ -132,6 +132,21 @@ class OneHostTest(parameterized.TestCase):
             self.assertEqual(result.returncode, 2)
             self.assertIn(message, result.stderr)
 
+    def test_a_stranger_at_the_port_does_not_end_the_run(self):
+        address = f"127.0.0.1:{free_port()}"
+        process = start(1, "twice", "0", flags=[f"--coordinator={address}", "--grace_s=1000"])
+        while "waiting" not in process.stdout.readline():
+            pass
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port))) as link:
+            link.sendall(b"GET / HTTP/1.1\r\n\r\n\xff\n")
+            link.settimeout(LIMIT_S)
+            self.assertEqual(link.recv(1), b"")
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            process.stdout.readline()
+        self.assertEqual(finish(process)[0], 130)
+
     def test_a_port_that_is_taken_is_a_mistake_of_the_user(self):
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"127.0.0.1:{server.getsockname()[1]}"
