@@ -332,9 +332,10 @@ def _store(hardware, product, total, factor, weights, out, out_smem, place):
             offset = first + grain * ROW_GRAIN
 
             @pl.when(offset < count)
-            def _(slot=slot, grain=grain, offset=offset):
+            def _(piece=piece, grain=grain, offset=offset):
+                # Not a part of `slot`: JAX takes its time over every index after another.
                 plgpu.copy_smem_to_gmem(
-                    slot.at[pl.ds(grain * ROW_GRAIN, ROW_GRAIN)],
+                    out_smem.at[group, piece % 2, pl.ds(grain * ROW_GRAIN, ROW_GRAIN)],
                     out.at[pl.ds(start + offset, ROW_GRAIN), pl.ds(first_column, width)],
                     commit_group=False,
                 )
