@@ -97,7 +97,10 @@ def save_tree(path: pathlib.Path, tree: Any) -> None:
 
 
 def _in_child[Result](job: Callable[..., Result], *arguments: Any) -> Result:
-    """What `job` returns in a process of its own, which does not mind Ctrl-C: this one decides."""
+    """What `job` returns in a process of its own, which does not mind Ctrl-C: this one decides.
+
+    Interrupted it ends the child, which would write on into a folder that is deleted next.
+    """
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
@@ -105,7 +108,12 @@ def _in_child[Result](job: Callable[..., Result], *arguments: Any) -> Result:
             answer = pool.submit(job, *arguments)  # starts the child, which inherits the mask
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return answer.result()
+        try:
+            return answer.result()
+        except BaseException:
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise
 
 
 def _save_on_cpu(path: pathlib.Path, tree: Any) -> None:

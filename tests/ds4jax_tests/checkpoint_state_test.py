@@ -1,8 +1,10 @@
 """Saved state: restored bit for bit, refused for any other run with the values that differ."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import json
+import multiprocessing
 import shutil
 import signal
 
@@ -278,6 +280,16 @@ def test_a_child_that_saves_leaves_interrupts_to_its_parent():
     blocked = storage._in_child(signal.pthread_sigmask, signal.SIG_BLOCK, ())
     assert signal.SIGINT in blocked
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_an_interrupt_ends_the_child_that_saves(monkeypatch):
+    def interrupted(future, timeout=None):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(concurrent.futures.Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        storage._in_child(signal.pause)  # never ends by itself
+    assert not multiprocessing.active_children()
 
 
 def test_full_disk_leaves_no_state(tmp_path, monkeypatch):
