@@ -333,6 +333,9 @@ class Engine:
                 yield from self._finished(readings, everything=stopped(), paused=stop_state)
                 if stopped():
                     return
+        except Exception:
+            self._require_open()  # if it was closed meanwhile, that is the reason
+            raise
         finally:
             for stage in self._stages:
                 for job in jobs:

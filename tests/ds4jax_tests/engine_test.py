@@ -306,6 +306,18 @@ def test_engine_that_is_closed_between_two_results_says_so(split):
         next(results)
 
 
+@pytest.mark.parametrize("kind", [events.PromptStarted, events.LayerDone, events.ChunkDone])
+def test_engine_that_is_closed_by_an_observer_says_so(kind):
+    engine = load()
+
+    def observe(event: events.Event) -> None:
+        if isinstance(event, kind):
+            engine.close()
+
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.prefill(IDS, on_event=observe)
+
+
 @pytest.mark.parametrize(
     "options",
     [
