@@ -30,8 +30,12 @@ class Shapes:
         self, name: str, array: Any, dims: Sequence[str | int], dtypes: Sequence[jnp.dtype]
     ) -> None:
         """Checks one array; raises ValueError naming the array, what it has and what fits."""
-        shape, dtype = np.shape(array), jnp.result_type(array)
         letters = ", ".join(str(dim) for dim in dims)
+        if not isinstance(array, jax.Array | np.ndarray):
+            raise ValueError(
+                f"{self.operation}: {name} is {array!r:.60}, expected an array [{letters}]"
+            )
+        shape, dtype = array.shape, array.dtype
         if len(shape) != len(dims):
             raise ValueError(
                 f"{self.operation}: {name} has shape {shape}, expected {len(dims)} axes [{letters}]"
@@ -46,17 +50,15 @@ class Shapes:
                     f"{self.operation}: {name} has shape {shape} [{letters}], expected {wanted} on "
                     f"axis {axis}{source}"
                 )
+        if 0 in shape:
+            raise ValueError(
+                f"{self.operation}: {name} has shape {shape} [{letters}], expected at least 1 on "
+                "every axis"
+            )
         if dtype not in dtypes:
             raise ValueError(
                 f"{self.operation}: {name} is {dtype}, expected "
                 f"{' or '.join(str(allowed) for allowed in dtypes)}"
-            )
-
-    def same_dtype(self, first: str, one: jax.Array, second: str, other: jax.Array) -> None:
-        """Raises ValueError when two arrays differ in dtype."""
-        if one.dtype != other.dtype:
-            raise ValueError(
-                f"{self.operation}: {second} is {other.dtype}, expected {one.dtype} as {first}"
             )
 
 
@@ -67,9 +69,25 @@ def positive(operation: str, **values: int) -> None:
             raise ValueError(f"{operation}: {name} is {value!r}, expected an integer >= 1")
 
 
-def scalar(position: Any) -> jax.Array:
-    """A position or length as the int32 scalar the kernels take."""
-    return jnp.asarray(position, jnp.int32).reshape(())
+def on_device(array: Any) -> jax.Array:
+    """The same array if it is one of JAX (traced or not); numpy arrays have no `.at`."""
+    return array if isinstance(array, jax.Array) else jnp.asarray(array)
+
+
+def scalar(operation: str, name: str, value: Any) -> jax.Array:
+    """A position or length as the int32 scalar the kernels take; raises ValueError for others."""
+    if isinstance(value, jax.Array | np.ndarray | np.integer):
+        fits = value.size == 1 and jnp.issubdtype(value.dtype, jnp.integer)
+        found = f"{value.dtype}{list(value.shape)}"
+    else:
+        fits = type(value) is int and 0 <= value < 2**31
+        found = repr(value)
+    if not fits:
+        raise ValueError(
+            f"{operation}: {name} is {found}, expected a whole number from 0 to 2147483647 or an "
+            "int32 scalar"
+        )
+    return jnp.asarray(value, jnp.int32).reshape(())
 
 
 def pick(

@@ -15,6 +15,8 @@ from pallas_kernels.block_linear import kernel, reference, sm90
 
 __all__ = ["block_linear", "decoded"]
 
+_CODES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.uint8))
+
 
 def block_linear(
     x: jax.Array,
@@ -46,16 +48,18 @@ def block_linear(
     """
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype is {jnp.dtype(dtype)}, expected bfloat16 or float32")
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"x {list(x.shape)} and weight {list(weight.shape)}: expected [T, K] and [N, K]"
-        )
-    plain = weight.dtype in (jnp.bfloat16, jnp.float32)
+    shapes = checks.Shapes("block_linear")
+    shapes.bind("x", x, "TK", checks.FLOATS)
+    shapes.bind("weight", weight, "NK", (*checks.FLOATS, *_CODES))
+    plain = weight.dtype in checks.FLOATS
     if plain != (scales is None):
         raise ValueError(
             f"weight is {weight.dtype} {'with' if plain else 'without'} scales: expected FP8 with "
             "scales, or bfloat16 or float32 without"
         )
+    if scales is not None:
+        grid = tuple(-(-size // codecs.FP8_BLOCK) for size in weight.shape)
+        shapes.bind("scales", scales, grid, (jnp.dtype(jnp.uint8),))
     chosen = checks.pick(
         "block_linear", implementation, kernel.refusal(x, dtype), interpret=interpret
     )

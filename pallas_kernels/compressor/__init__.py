@@ -73,13 +73,23 @@ def compress(
                     "needs the previous block"
                 )
             shapes.bind(f"carry.{name}", array, (ratio, half), checks.FLOAT32)
+    if isinstance(length, int) and length > values.shape[0]:
+        raise ValueError(
+            f"compress: length is {length}, expected at most the {values.shape[0]} rows of values"
+        )
     chosen = checks.pick(
         "compress",
         implementation,
         kernel.refusal(values, ratio=ratio, overlap=overlap),
         interpret=interpret,
     )
-    arguments = (values, gates, carry, checks.scalar(position), checks.scalar(length))
+    arguments = (
+        checks.on_device(values),
+        checks.on_device(gates),
+        carry,
+        checks.scalar("compress", "position", position),
+        checks.scalar("compress", "length", length),
+    )
     if chosen in ("portable", "sm90"):
         return kernel.compress(*arguments, ratio=ratio, overlap=overlap, interpret=interpret)
     form = reference if chosen == "reference" else tiled

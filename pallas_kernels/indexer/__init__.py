@@ -49,8 +49,7 @@ def prepare_queries(
     """
     shapes = checks.Shapes("prepare_queries")
     shapes.bind("queries", queries, "THK", checks.FLOATS)
-    shapes.bind("cos", rope[0], "TR", checks.FLOAT32)
-    shapes.bind("sin", rope[1], "TR", checks.FLOAT32)
+    rotary.check(shapes, rope, queries)
     chosen = checks.pick(
         "prepare_queries", implementation, prepare.refusal(queries), interpret=interpret
     )
@@ -93,7 +92,8 @@ def indexer_scores(
     chosen = checks.pick(
         "indexer_scores", implementation, kernel.refusal(queries), interpret=interpret
     )
-    position = checks.scalar(position)
+    position = checks.scalar("indexer_scores", "position", position)
+    keys = checks.on_device(keys)
     if chosen in kernel.CONFIGS:
         scores = kernel.indexer_scores(
             queries,
@@ -141,7 +141,8 @@ def select_entries(
     chosen = checks.pick(
         "select_entries", implementation, kernel.refusal(queries), interpret=interpret
     )
-    position = checks.scalar(position)
+    position = checks.scalar("select_entries", "position", position)
+    keys = checks.on_device(keys)
     if chosen in kernel.CONFIGS:
         return kernel.select_entries(
             queries,

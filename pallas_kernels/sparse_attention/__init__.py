@@ -61,10 +61,11 @@ def sparse_attention(
     shapes.bind("indices", indices, "Tk", checks.INT32)
     shapes.bind("sink", sink, "H", checks.FLOAT32)
     rotary.check(shapes, rope, q)
+    compressed = checks.on_device(compressed)
     chosen = checks.pick(
         "sparse_attention", implementation, attention_kernel.refusal(q, rope), interpret=interpret
     )
-    position = checks.scalar(position)
+    position = checks.scalar("sparse_attention", "position", position)
     if chosen in attention_kernel.CONFIGS:
         return attention_kernel.attend(
             q,

@@ -67,10 +67,12 @@ def window_attention(
         shapes.bind("compressed", compressed, "NK", (q.dtype,))
     shapes.bind("sink", sink, "H", checks.FLOAT32)
     rotary.check(shapes, rope, q)
+    if compressed is not None:
+        compressed = checks.on_device(compressed)
     chosen = checks.pick(
         "window_attention", implementation, attention_kernel.refusal(q, rope), interpret=interpret
     )
-    position = checks.scalar(position)
+    position = checks.scalar("window_attention", "position", position)
     if chosen in attention_kernel.CONFIGS:
         return attention_kernel.attend(
             q,
