@@ -29,9 +29,11 @@ CONSUMERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """What tells the kernels apart. limit: gate and up are fused with it; None for down.
+    """What tells the kernels apart.
 
-    blocks: of the grid, one per multiprocessor.
+    kind    "fp8" or "bf16": of the operands.
+    limit   of gate and up, which are fused with it; None for down.
+    blocks  of the grid, one per multiprocessor.
     """
 
     kind: str
@@ -51,8 +53,18 @@ class Product:
 
 
 @traced_once("product")
-def grouped_product(product, x, x_scale, codes, scales, tops, bands, tiles, weights):
-    """out bf16 [rows, columns] of row tiles times the weights of their experts.
+def grouped_product(
+    product: Product,
+    x: jax.Array,
+    x_scale: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    tops: jax.Array,
+    bands: jax.Array,
+    tiles: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    weights: jax.Array | None,
+) -> jax.Array:
+    """bf16 [rows, columns]: row tiles times the weights of their experts.
 
     x        e4m3 or bf16 [rows, K] in `channel_order`, rows of an expert side by side; the last
              `schedule.rows` rows belong to no tile.
@@ -60,7 +72,7 @@ def grouped_product(product, x, x_scale, codes, scales, tops, bands, tiles, weig
     codes    u8 [n, N, K / 2] and scales u8 [n, N, K / 32], of a slab.
     tops     i32 [n]: largest scale byte of an expert; bands i32 [n]: bands that its scales span.
     tiles    (expert, start, count) i32 [tiles], and i32 [1] how many of them are used.
-    weights  f32 [rows], for gate and up.
+    weights  f32 [rows] for gate and up, columns N / 2; None for down, columns N.
     """
     schedule = product.schedule
     kind, rows = product.kind, schedule.rows
@@ -71,7 +83,7 @@ def grouped_product(product, x, x_scale, codes, scales, tops, bands, tiles, weig
     stages = schedule.stages
     slot_columns = 32 if product.paired else 64
     out_transforms = sm90_fragments.OUT_GATE_UP if product.paired else sm90_fragments.OUT_DOWN
-    # Rows in groups, of which a tile takes 16 each: see `channel_order`.
+    # Rows in groups, of which a tile takes 16 each: see `sm90_fragments._fragment_rows`.
     grouped = 32 if kind == "fp8" and product.paired else 16
     codes, scales = (
         a.reshape(experts, weight_rows // grouped, grouped, -1) for a in (codes, scales)
