@@ -10,7 +10,7 @@ sharding.split      plan_stages(problem) -> Plan: the exact best split, order of
                     hand. `str(plan)` is the report.
 sharding.probe      probe() -> dict: measures a machine.
 sharding.machine    read_machine(path), machine_rows(machine, ...): planner rows from its file.
-sharding.schema      problem(value, form): the first thing in parsed JSON that its reader cannot take.
+sharding.schema     problem(value, form): the first thing in parsed JSON that a reader cannot take.
 sharding.pipeline   Pipeline([Stage(name, run, device)]).run(units, source, sink) -> Timeline.
 sharding.handoff    copy_tree(tree, device) within a process; Listener, connect, Sender, Receiver
                     between processes.
