@@ -1,7 +1,10 @@
 """What benchmarks share: timing of a jitted function, distances, where numbers come from."""
 
+import argparse
 import dataclasses
 import datetime
+import os
+import pathlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +28,23 @@ class Timing:
 
     def as_dict(self) -> dict[str, float]:
         return dataclasses.asdict(self)
+
+
+def output_file(text: str) -> pathlib.Path:
+    """A file that a bench can write at its end, as a type of argparse, which reports the error."""
+    path = pathlib.Path(text)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no file that can be written, expected one in an existing folder"
+        )
+    return path
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, as a type of argparse, which reports the error."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def measure(

@@ -679,11 +679,11 @@ OPERATIONS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[bool], Itera
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True, help="JSON file to write")
+    parser.add_argument("--out", type=bench.output_file, required=True, help="JSON file to write")
     parser.add_argument("--only", default=",".join(OPERATIONS), help="comma-separated operations")
     parser.add_argument("--sweep", action="store_true", help="time other tile shapes too")
     parser.add_argument("--memory", action="store_true", help="compile at 1,048,576 tokens")
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=bench.count, default=7)
     arguments = parser.parse_args(argv)
     names = arguments.only.split(",")
     if unknown := set(names) - set(OPERATIONS):

@@ -853,7 +853,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     except ValueError as error:
         parser.error(str(error))
     out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out is {options.out!r}, a folder that cannot be made ({error.strerror})")
     bench = Bench(TINY if options.tiny else FULL, out, options.seconds, options.folder)
     watchdog = threading.Timer(options.seconds + _GRACE_S, bench.stuck)
     watchdog.daemon = True

@@ -6,7 +6,6 @@ python -m pallas_kernels.block_linear.bench --out=linears.json
 import argparse
 import functools
 import json
-import pathlib
 import sys
 
 import jax
@@ -29,7 +28,7 @@ SHAPES = {  # [outputs, inputs]
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=bench.output_file, required=True)
     args = parser.parse_args(argv)
     rows = []
     for name, (outputs, inputs) in SHAPES.items():

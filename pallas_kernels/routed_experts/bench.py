@@ -18,7 +18,6 @@ import functools
 import importlib.util
 import itertools
 import json
-import pathlib
 import sys
 import time
 import unittest.mock
@@ -426,8 +425,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--implementation", choices=("portable", "sm90"))
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--compare", action="store_true")
-    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--tokens", type=bench.count, nargs="*", default=TOKENS)
+    parser.add_argument("--out", type=bench.output_file, required=True)
     args = parser.parse_args(argv)
     if args.tune and args.implementation is None:
         parser.error("--tune: expected --implementation with it")

@@ -1,5 +1,8 @@
 """Refusals name the device and what a kernel needs; timings keep compilation apart."""
 
+import contextlib
+import importlib
+import io
 import itertools
 import math
 import types
@@ -56,7 +59,7 @@ class UnsupportedTest(parameterized.TestCase):
             self.assertEqual(support.default_device(), other)
 
 
-class MeasureTest(absltest.TestCase):
+class MeasureTest(parameterized.TestCase):
     def test_compilation_is_apart(self):
         ticks = itertools.accumulate([0.0, 9.0, 0.0, 1.0, 0.0, 3.0, 0.0, 2.0])
         calls = []
@@ -68,6 +71,19 @@ class MeasureTest(absltest.TestCase):
     def test_counts_are_checked(self):
         with pytest.raises(ValueError, match="runs=0"):
             bench.measure(lambda: None, runs=0)
+
+    @parameterized.parameters(
+        ("pallas_kernels.block_linear.bench", "--out=/nowhere/x.json", "'/nowhere/x.json' is no f"),
+        ("pallas_kernels.routed_experts.bench", "--out=/tmp", "'/tmp' is no file that can be wri"),
+        ("pallas_kernels.routed_experts.bench", "--tokens=0", "'0' is no whole number of at least"),
+        ("pallas_kernels.bench_attention", "--runs=x", "'x' is no whole number of at least 1"),
+    )
+    def test_flags_are_checked_before_anything_is_measured(self, module, flag, message):
+        main = importlib.import_module(module).main
+        stderr = io.StringIO()
+        with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit, match="2"):
+            main([flag, *([] if flag.startswith("--out") else ["--out=x.json"])])
+        self.assertIn(message, stderr.getvalue())
 
     def test_distance_is_relative_and_shows_what_is_not_finite(self):
         wanted = jnp.asarray([[3.0, 4.0]])

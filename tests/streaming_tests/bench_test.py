@@ -79,6 +79,13 @@ def test_part_that_never_ends_ends_the_program_with_what_is_known(tmp_path, monk
     assert "left out: disk" in capsys.readouterr().out
 
 
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        bench.main([f"--out={tmp_path / 'file' / 'out'}", "--tiny"])
+    assert "a folder that cannot be made (Not a directory)" in capsys.readouterr().err
+
+
 def run(wall, *copies):
     return {"wall_s": wall, "copies": copies, "copy_busy_s": wall, "compute_busy_s": 1.0}
 
