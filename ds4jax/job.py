@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import os
 import signal
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -239,8 +240,9 @@ def _restore(
         return None
     resume_from, config, ids = job.resume_from, job.config, prompts[0].ids
     root = Path(resume_from)
-    candidates = [root, *sorted((root / STATE_FOLDER).glob("*"))]
-    folders = [folder for folder in candidates if (folder / RECORD_NAME).is_file()]
+    # os.path takes what the system refuses to look at for absent.
+    inside = sorted((root / STATE_FOLDER).glob("*")) if os.path.isdir(root) else []
+    folders = [each for each in (root, *inside) if os.path.isfile(each / RECORD_NAME)]
     if not folders:
         raise ConfigError(
             f"--resume_from: {resume_from} holds no saved state, expected a run made with "

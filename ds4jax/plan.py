@@ -506,7 +506,9 @@ def _residency(run: Run, layers: range, per_layer: int) -> streaming.Residency:
         try:
             counts = streaming.load_profile(path, model.num_hidden_layers, experts)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"config.streaming.resident_profile: {error}") from None
+            raise ConfigError(
+                f"config.streaming.resident_profile: {error}: expected the profile.json of a run"
+            ) from None
         counts = counts[layers.start : layers.stop]
     cold = experts - run.experts
     return streaming.even(len(layers), experts, per_layer, counts, elsewhere=cold)

@@ -30,6 +30,7 @@ HANDOFFS = ("auto", "permute", "transfer", "device_put", "socket")
 EFFORTS = ("none", "high", "max")
 EFFORT_TEXTS = ("original", "0731")
 MOST_TOKENS = 2**31 - 1  # positions are int32
+_MOST = 2**53  # of any whole number: plans and reports hold them in floats, too
 
 
 def _key(
@@ -648,5 +649,6 @@ def _check_limits(key: str, value: Any, limits: Mapping[str, Any]) -> None:
         if minimum is not None and item is not None and not item >= minimum:
             kind = "a number" if isinstance(item, float) else "a whole number"
             raise ConfigError(f"{key} is {item}, expected {kind} of at least {minimum}")
-        if maximum is not None and item is not None and not item <= maximum:
-            raise ConfigError(f"{key} is {item}, expected at most {maximum}")
+        most = _MOST if maximum is None and isinstance(item, int) else maximum
+        if most is not None and item is not None and not item <= most:
+            raise ConfigError(f"{key} is {item}, expected at most {most}")

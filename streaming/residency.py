@@ -129,17 +129,18 @@ def load_profile(path: str | os.PathLike[str], layers: int, items: int) -> np.nd
         with open(path, encoding="utf-8") as file:
             profile = json.load(file)
         schema, counts = profile["schema"], profile["counts"]
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not a profile of item counts ({error!r})") from None
     if schema != PROFILE_SCHEMA:
         raise ValueError(f"{path} has schema {schema!r}, expected {PROFILE_SCHEMA!r}")
-    shape = {(len(counts), len(row)) for row in counts}
+    rows = counts if isinstance(counts, list) else [None]
+    shape = {(len(rows), len(row) if isinstance(row, list) else None) for row in rows}
     if shape != {(layers, items)} or any(
-        not isinstance(count, int) or count < 0 for row in counts for count in row
+        type(count) is not int or not 0 <= count < 2**62 for row in rows for count in row
     ):
         raise ValueError(
-            f"{path} holds counts for (layers, items) {sorted(shape)}, expected whole numbers >= 0 "
-            f"for {(layers, items)}: measure the profile with this model"
+            f"{path} holds counts for (layers, items) {sorted(shape, key=str)}, expected whole "
+            f"numbers >= 0 for {(layers, items)}: measure the profile with this model"
         )
     return np.asarray(counts, np.int64)
 

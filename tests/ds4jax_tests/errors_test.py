@@ -323,6 +323,8 @@ def test_resuming_from_nothing_or_with_several_prompts(fails, checkpoint, saved,
     longer = tokens(tmp_path, np.append(IDS, IDS))
     message = fails(checkpoint, f"--resume_from={tmp_path}", longer)
     assert "holds no saved state, expected a run made with config.prefill.save_state" in message
+    message = fails(checkpoint, f"--resume_from={'a' * 300}", longer)
+    assert "holds no saved state" in message
     lines = json.dumps({"tokens": IDS.tolist()}) + "\n"
     (tmp_path / "two.jsonl").write_text(lines * 2)
     message = fails(

@@ -86,6 +86,10 @@ def test_compute_and_simulate_replace_parts_of_the_preset(preset, compute, simul
             "chunk_tokens is 2147483648, expected at most 2147483647",
         ),
         (
+            {"streaming": {"window": 10**20}},
+            "window is 1(0){20}, expected at most 9007199254740992",
+        ),
+        (
             {"streaming": {"resident_fraction": float("nan")}},
             "config.streaming.resident_fraction is nan, expected a number of at least 0",
         ),

@@ -80,6 +80,11 @@ def test_profile_survives_a_file_and_a_wrong_one_is_named(tmp_path):
         (json.dumps({"schema": "x/1", "counts": []}), "has schema 'x/1'"),
         (json.dumps({"schema": policy.PROFILE_SCHEMA, "counts": [[1, -1]]}), "whole numbers >= 0"),
         (json.dumps({"schema": policy.PROFILE_SCHEMA, "counts": [[1, 0.5]]}), "whole numbers >= 0"),
+        ("[" * 100_000, "is not a profile"),
+        *(
+            (json.dumps({"schema": policy.PROFILE_SCHEMA, "counts": counts}), "whole numbers >= 0")
+            for counts in (5, None, [5], [None], [[1, 2**64]], [[1, True]], {"a": 1})
+        ),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
