@@ -148,6 +148,8 @@ def combine_slots(slots: jax.Array, shared: jax.Array) -> jax.Array:
     shared  [T, D] of the same dtype.
     return  [T, D]; additions are float32.
     """
+    if slots.ndim != 3 or not slots.shape[1]:
+        raise ValueError(f"slots has shape {list(slots.shape)}, expected [T, k, D] with k >= 1")
     tokens, k, hidden = slots.shape
     if shared.shape != (tokens, hidden) or shared.dtype != slots.dtype:
         raise ValueError(
@@ -170,8 +172,10 @@ def _check(x, ids, weights, slabs, where, slots):
         raise ValueError(
             f"weights is {weights.dtype}{list(weights.shape)}, expected float32{list(ids.shape)}"
         )
-    if where.ndim != 1 or where.dtype != jnp.int32:
-        raise ValueError(f"where is {where.dtype}{list(where.shape)}, expected int32 [E]")
+    if where.ndim != 1 or not where.size or where.dtype != jnp.int32:
+        raise ValueError(
+            f"where is {where.dtype}{list(where.shape)}, expected int32 [E] with E >= 1"
+        )
     for index, slab in enumerate(slabs):
         slab.check()
         if slab.hidden != hidden or slab.width != slabs[0].width:

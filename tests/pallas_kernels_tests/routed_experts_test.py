@@ -606,6 +606,7 @@ class RefusalTest(absltest.TestCase):
             (wrong(ids=case.ids[:3]), r"ids is int32\[3, 3\], expected int32 \[21, k\]"),
             (wrong(weights=case.weights[:, :1]), r"weights is float32\[21, 1\]"),
             (wrong(where=case.where[None]), r"where is int32\[1, 8\]"),
+            (wrong(where=case.where[:0]), r"where is int32\[0\], expected int32 \[E\] with E >= 1"),
             (wrong(slab=slab(format="int4")), "'int4'"),
             (
                 wrong(slab=slab(gate_up=case.slab.gate_up[:, :, :64])),
@@ -628,6 +629,11 @@ class RefusalTest(absltest.TestCase):
             make_slab_of_odd_width().check()
         with pytest.raises(ValueError, match="shared is"):
             combine_slots(jnp.zeros((2, 3, 4)), jnp.zeros((2, 3)))
+        for shape in ((2, 4), (2, 0, 4)):
+            with pytest.raises(
+                ValueError, match=r"slots has shape .*, expected \[T, k, D\] with k"
+            ):
+                combine_slots(jnp.zeros(shape), jnp.zeros((2, 4)))
 
 
 def make_slab_of_odd_width():
