@@ -34,6 +34,7 @@ import pstats
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -87,16 +88,24 @@ CSV_COLUMNS = (
 
 # Seconds of this process so far by what JAX does on the way from a function to a program.
 PHASES: collections.defaultdict[str, float] = collections.defaultdict(float)
+_COUNTING = threading.Lock()  # programs are compiled on several threads
 
 
 def _count_phase(event: str, duration_secs: float, **_: object) -> None:
     name = event.rpartition("/")[2]
     spent = name != "compile_time_saved_sec"
     if spent and event.startswith(("/jax/core/compile/", "/jax/compilation_cache/")):
-        PHASES[name] += duration_secs
+        with _COUNTING:
+            PHASES[name] += duration_secs
 
 
 jax.monitoring.register_event_duration_secs_listener(_count_phase)
+
+
+def measure_phases() -> Callable[[], dict[str, float]]:
+    """Starts a measurement; the returned function tells the seconds of each phase since then."""
+    before = PHASES.copy()
+    return lambda: {name: round(total - before[name], 3) for name, total in PHASES.items()}
 
 
 class UnsteadyOutput(RuntimeError):
@@ -307,6 +316,7 @@ class Bench:
         for name, each in (("a", config), ("b", other)):
             if each is None:
                 continue
+            phases = measure_phases()
             if self.arms and self.arms[0].engine.can_run(each):
                 engine = self.arms[0].engine.reconfigured(each)
             else:
@@ -316,6 +326,7 @@ class Bench:
             self.record.setdefault("arms", {})[name] = {
                 "manifest": facts,
                 "plan": plan_facts(engine),
+                "load_phases": phases(),
             }
             common.say(f"{name}: {_loaded(self.record['arms'][name]['plan'])}")
 
@@ -462,7 +473,7 @@ def warm_up(engine: Engine, prompt: np.ndarray, profile: Path | None = None) -> 
     """
     hashes: list[str] = []
     seconds, pauses, programs, compile_s = [], [], 0, 0.0
-    before = PHASES.copy()
+    phases = measure_phases()
     while len(hashes) < 2 or hashes[-1] != hashes[-2]:
         if len(hashes) == MOST_WARM_UPS:
             raise UnsteadyOutput(
@@ -476,8 +487,7 @@ def warm_up(engine: Engine, prompt: np.ndarray, profile: Path | None = None) -> 
         compiled = run.result.report.compiled
         programs, compile_s = programs + compiled[0], compile_s + compiled[1]
         del run
-    phases = {name: round(total - before[name], 3) for name, total in PHASES.items()}
-    return WarmUp(tuple(seconds), tuple(pauses), phases, programs, compile_s, hashes[-1])
+    return WarmUp(tuple(seconds), tuple(pauses), phases(), programs, compile_s, hashes[-1])
 
 
 @contextlib.contextmanager
