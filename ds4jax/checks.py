@@ -7,7 +7,7 @@ import numpy as np
 
 from ds4jax.cache import PausedPass, SequenceState, abstract_state, state_capacity
 from ds4jax.config import ConfigError, ModelConfig, Numerics
-from ds4jax.costs import padded_rows
+from ds4jax.costs import padded_rows, row_shapes
 from ds4jax.run_config import RunConfig
 from ds4jax.text import PromptError
 
@@ -103,7 +103,7 @@ def check_paused(
             "chunk size and the tokens of the run that was stopped"
         )
     rows = [streams.shape[0] for streams in paused.streams]
-    wanted = [padded_rows(length, chunk) for length in paused.tokens]
+    wanted = [padded_rows(length, row_shapes(chunk)) for length in paused.tokens]
     if rows != wanted:
         raise ConfigError(
             f"paused: its chunks of {list(paused.tokens)} tokens have {rows} rows, expected "

@@ -22,7 +22,7 @@ from ds4jax.cache import abstract_state, capacity_for, make_chunk
 from ds4jax.checkpoint.load import abstract_expert_slab
 from ds4jax.checkpoint.source import TensorSource
 from ds4jax.config import ModelConfig
-from ds4jax.costs import padded_rows
+from ds4jax.costs import padded_rows, row_shapes
 from ds4jax.experts import slab_layout, slab_sizes
 from ds4jax.moe import LayerSlabs
 from ds4jax.plan import Plan
@@ -40,7 +40,7 @@ def chunk_shapes(
     for tokens in prompts:
         capacity = capacity_for(run_config, config, tokens)
         for length in (min(chunk, tokens), tokens % chunk or chunk):
-            shapes.add((padded_rows(length, chunk), capacity))
+            shapes.add((padded_rows(length, row_shapes(chunk)), capacity))
     return sorted(shapes, reverse=True)
 
 

@@ -82,9 +82,9 @@ def row_shapes(chunk_tokens: int) -> tuple[int, ...]:
     return (*(rows for rows in SMALL_ROW_SHAPES if rows < chunk_tokens), chunk_tokens)
 
 
-def padded_rows(tokens: int, chunk_tokens: int) -> int:
-    """The rows that a chunk of `tokens` tokens is padded to."""
-    return next(rows for rows in row_shapes(chunk_tokens) if rows >= tokens)
+def padded_rows(tokens: int, shapes: Sequence[int]) -> int:
+    """The one of `shapes`, see `row_shapes`, that a chunk of `tokens` tokens is padded to."""
+    return next(rows for rows in shapes if rows >= tokens)
 
 
 def uniform_distinct(config: ModelConfig, tokens: float) -> float:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ds4jax import events, passes
 from ds4jax.cache import PausedPass, SequenceState
+from ds4jax.costs import padded_rows
 from ds4jax.runner import LogProbs
 from ds4jax.stages import Piece
 
@@ -132,7 +133,7 @@ def micro_batches(
     """
 
     def cut(job: Job, first: int, length: int) -> Slice:
-        return Slice(job, first, length, next(n for n in row_shapes if n >= length))
+        return Slice(job, first, length, padded_rows(length, row_shapes))
 
     batch: list[Slice] = []
     for length in paused:

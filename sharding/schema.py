@@ -24,6 +24,7 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value <= _LARGEST
 
 
+ANYTHING = Leaf("a value", lambda value: True)
 TEXT = Leaf("a string", lambda value: isinstance(value, str))
 COUNT = Leaf(
     "a whole number of at least 0", lambda value: type(value) is int and 0 <= value <= _LARGEST

@@ -17,8 +17,10 @@ from sharding import schema
 
 STEP_BYTES = 256 << 20  # experts of about this size are in memory at once
 PROGRESS_NAME = "progress.json"
-_ANYTHING = schema.Leaf("a value", lambda value: True)
-_PROGRESS = {"source": schema.TEXT, "pieces": {"*": {"provenance": _ANYTHING, "sha256": _ANYTHING}}}
+_PROGRESS = {
+    "source": schema.TEXT,
+    "pieces": {"*": {"provenance": schema.ANYTHING, "sha256": schema.ANYTHING}},
+}
 COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 # Called after every piece with its name, the bytes done so far and the bytes in all.

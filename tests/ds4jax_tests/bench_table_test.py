@@ -90,33 +90,25 @@ def test_unknown_processes_are_refused(tmp_path, capsys):
     assert "--only has ['12gb'], expected some of short, full, 96gb" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--configs=nowhere", "nowhere/flash_1xh200.toml does not exist"),
-        ("--prefix=x", "x.toml does not exist"),
-        ("--python=nowhere/python", "--python is 'nowhere/python', expected an interpreter"),
-    ],
-)
-def test_what_no_process_could_begin_with_is_refused(flag, message, tmp_path, capsys):
-    arguments = ["table", f"--out_dir={tmp_path / 'out'}", flag]
-    assert flash_table.main(arguments) == common.USER_ERROR
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+NO_PYTHON = "--python is 'nowhere/python', expected an interpreter"
+TOO_LONG = "expected at most 1048576 (the positions of the model)"
 
 
 @pytest.mark.parametrize(
-    ("flag", "message"),
+    ("bench", "flag", "message"),
     [
-        ("--python=nowhere/python", "--python is 'nowhere/python', expected an interpreter"),
-        ("--repeats=0", "repeats=0: 0 is not a positive integer"),
-        ("--prompt_tokens=99999999999", "expected at most 1048576 (the positions of the model)"),
-        ("--model=none.json", "none.json does not exist"),
+        (flash_table, "--configs=nowhere", "nowhere/flash_1xh200.toml does not exist"),
+        (flash_table, "--prefix=x", "x.toml does not exist"),
+        (flash_table, "--python=nowhere/python", NO_PYTHON),
+        (beside_transformers, "--python=nowhere/python", NO_PYTHON),
+        (beside_transformers, "--repeats=0", "repeats=0: 0 is not a positive integer"),
+        (beside_transformers, "--prompt_tokens=99999999999", TOO_LONG),
+        (beside_transformers, "--model=none.json", "none.json does not exist"),
     ],
 )
-def test_mistakes_beside_transformers_are_refused(flag, message, tmp_path, capsys):
-    arguments = ["beside", f"--out_dir={tmp_path / 'out'}", flag]
-    assert beside_transformers.main(arguments) == common.USER_ERROR
+def test_what_nothing_could_be_measured_with_is_refused(bench, flag, message, tmp_path, capsys):
+    arguments = ["bench", f"--out_dir={tmp_path / 'out'}", flag]
+    assert bench.main(arguments) == common.USER_ERROR
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
