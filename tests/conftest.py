@@ -3,10 +3,11 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if os.environ["JAX_PLATFORMS"] == "cpu":
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+if "cpu" not in os.environ["JAX_PLATFORMS"].split(","):
+    os.environ["JAX_PLATFORMS"] += ",cpu"  # beside a GPU, whose results are compared with it
+os.environ.setdefault("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in os.environ["XLA_FLAGS"]:
+    os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 
 import jax  # after the variables above: it reads them when it is imported
 

@@ -297,6 +297,35 @@ def test_quick_commands_of_the_map_answer():
         assert "Traceback" not in err, f"{module}: {err}"
 
 
+def test_a_gpu_for_the_tests_has_cpu_devices_beside_it():
+    told = "import os, runpy; runpy.run_path('tests/conftest.py'); e = os.environ; "
+    told += "print(e['JAX_PLATFORMS'], e['XLA_FLAGS'])"
+    for given, wanted in (("cuda", "cuda,cpu"), ("cuda,cpu", "cuda,cpu"), ("cpu", "cpu")):
+        environment = {**os.environ, "JAX_PLATFORMS": given, "XLA_FLAGS": ""}
+        done = subprocess.run(
+            [sys.executable, "-c", told],
+            cwd=ROOT,
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.split() == [wanted, "--xla_force_host_platform_device_count=8"]
+
+
+@pytest.mark.slow
+def test_a_machine_with_one_device_collects_every_test():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu1", "tests"],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "streaming_tests/gpu_test.py::" in done.stdout
+
+
 def find_python(path: pathlib.Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """What `make` does to find its interpreter, with only `path` on PATH."""
     return subprocess.run(

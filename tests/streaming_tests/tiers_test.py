@@ -21,18 +21,24 @@ from streaming.tiers import merge
 
 LAYERS, ITEMS = 4, 12
 LAYOUT = testing.small_layout(LAYERS, ITEMS)
-HERE, PEER = jax.devices()[:2]
 # Two residents; the other ten over three paths.
 RESIDENCY = even(LAYERS, ITEMS, 2)
 SHARES = {"peer": range(2, 5), "relay": range(5, 9), "ram": range(9, 12)}
 IDS = np.array([[0, 3, 4, 7], [9, 11, 3, -1]], np.int32)
 
 
+def pair() -> tuple[jax.Device, jax.Device]:
+    """The device that computes, and its neighbour."""
+    here, peer = jax.devices("cpu")[:2]
+    return here, peer
+
+
 def blocks(items):
+    _, peer = pair()
     return [
         tuple(
             jax.device_put(
-                np.stack([testing.content(LAYOUT, layer, item, part.name) for item in items]), PEER
+                np.stack([testing.content(LAYOUT, layer, item, part.name) for item in items]), peer
             )
             for part in LAYOUT.components
         )
@@ -41,6 +47,7 @@ def blocks(items):
 
 
 def make(**options) -> Tiers:
+    here, peer = pair()
     streamers = []
     for tier, share in SHARES.items():
         items = [tuple(share)] * LAYERS
@@ -49,19 +56,20 @@ def make(**options) -> Tiers:
         else:
             store = HostStore(LAYOUT, items, policy="off")
             store.fill(testing.filler(LAYOUT))
-        link = None if tier == "ram" else PeerLink(HERE, PEER)
+        link = None if tier == "ram" else PeerLink(here, peer)
         streamers.append(
-            Streamer(LAYOUT, items, HERE, store=store, link=link, tier=tier, **options)
+            Streamer(LAYOUT, items, here, store=store, link=link, tier=tier, **options)
         )
     return Tiers(streamers)
 
 
 def read(slabs) -> dict[int, bytes]:
+    here, _ = pair()
     found = {}
     for slab in slabs:
         where = np.asarray(slab.where)
         for item in np.flatnonzero(where >= 0).tolist():
-            assert all(array.devices() == {HERE} for array in slab.arrays.values())
+            assert all(array.devices() == {here} for array in slab.arrays.values())
             found[item] = b"".join(
                 np.asarray(array)[where[item]].tobytes() for array in slab.arrays.values()
             )
@@ -126,12 +134,13 @@ def test_paths_of_different_waves():
     tiers = make(window=0)
     small = tiers.streamers[1]
     tiers.streamers[1].close()
+    here, peer = pair()
     slow = Streamer(
         LAYOUT,
         [tuple(SHARES["relay"])] * LAYERS,
-        HERE,
+        here,
         store=small.store,
-        link=PeerLink(HERE, PEER),
+        link=PeerLink(here, peer),
         tier="relay",
         window=0,
         budget_bytes=2 * LAYOUT.item_bytes,
@@ -210,8 +219,9 @@ def test_merged_account_adds_amounts_and_counts_time_once():
 
 
 def test_what_does_not_fit_is_refused():
+    here, _ = pair()
     with pytest.raises(ValueError, match="its own neighbour"):
-        PeerLink(HERE, HERE)
+        PeerLink(here, here)
     with pytest.raises(ValueError, match="no streamers"):
         Tiers([])
     order = [(0, 1)] * LAYERS
