@@ -54,8 +54,8 @@ def stage_programs(
 ) -> Iterator[Program]:
     """The programs that chunks of these shapes need on a stage; some come several times.
 
-    Foreseen are experts of whole layers that come from host memory or disk: routed sets and
-    neighbours make slabs of other sizes.
+    Foreseen are experts of whole layers, of which routed sets make slabs of other sizes, that this
+    device computes.
     """
     config, here = runner.config, SingleDeviceSharding(device)
     sizes = slab_sizes(plan.experts, slab_layout(source, len(runner.layers)).item_bytes)
@@ -63,9 +63,9 @@ def stage_programs(
     no_tokens = np.zeros(0, np.int32)
 
     @functools.cache  # for all layers with as many experts
-    def slab(experts: int, *, resident: bool) -> LayerSlabs:
-        made = abstract_expert_slab(source, experts, resident=resident)
-        return abstract_on(here, ((made,), where))
+    def slabs_of(*experts: int, resident: bool) -> LayerSlabs:
+        made = (abstract_expert_slab(source, count, resident=resident) for count in experts)
+        return abstract_on(here, (tuple(made), where))
 
     for rows, capacity in shapes:
         state = abstract_on(here, abstract_state(config, runner.numerics, capacity))
@@ -74,14 +74,14 @@ def stage_programs(
             yield runner.embed_program(chunk)
         shape = (rows, config.hc_mult, config.hidden_size)
         streams = jax.ShapeDtypeStruct(shape, runner.numerics.dtype, sharding=here)
-        for layer, (resident, streamed) in zip(runner.layers, sizes, strict=True):
-            slabs = [slab(size, resident=True) for size in resident]
-            slabs += [slab(size, resident=False) for size in streamed]
+        for layer, (resident, waves) in zip(runner.layers, sizes, strict=True):
+            slabs = [slabs_of(resident, resident=True)] if resident else []
+            slabs += [slabs_of(*wave, resident=False) for wave in waves]
             programs = runner.layer_programs(
                 layer, streams=streams, state=state.layers[layer], chunk=chunk, slabs=slabs
             )
             yield from programs.values()
-            if streamed:
+            if waves:
                 yield runner.tick_program(programs["experts 0"].outputs())
         yield runner.tick_program(streams)
         if runner.layers.stop == config.num_hidden_layers:

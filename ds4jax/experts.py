@@ -7,6 +7,7 @@ gives every step of a run the slabs that its programs take.
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -78,22 +79,26 @@ def default_window(tier: str) -> int:
     return streamers.RAM_WINDOW if tier == "ram" else streamers.DISK_WINDOW
 
 
-def slab_sizes(plan: ExpertPlan, item_bytes: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Of every layer: the experts of its resident slab and those of its streamed ones, in order.
+def slab_sizes(plan: ExpertPlan, item_bytes: int) -> list[tuple[int, list[tuple[int, ...]]]]:
+    """Of every layer: the experts of its resident slab, 0 for none, and of the slabs of each wave.
 
-    Of whole layers from host memory or disk; nothing is said where a neighbour takes part.
+    Of whole layers; the slabs of a wave come over one path each.
     """
-    residency, found, items = plan.residency, [], 0
-    if plan.peer is not None:
-        return [((), ())] * len(residency.resident)
-    if plan.streams:
-        share = max(map(len, residency.streamed))
-        items = arithmetic.wave_items(share, item_bytes, plan.resolved_window, plan.slab_bytes)
-    for resident, streamed in zip(residency.resident, residency.streamed, strict=True):
-        waves = arithmetic.wave_ranges(len(streamed), items) if items else []
-        stay = (len(resident),) if resident else ()
-        found.append((stay, tuple(end - begin for begin, end in waves)))
-    return found
+    collective = plan.peer is not None and plan.peer.collective
+    residents = [0 if collective else len(items) for items in plan.residency.resident]
+    if not plan.streams:
+        return [(count, []) for count in residents]
+    by_tier, window = plan.by_tier, plan.resolved_window
+    budgets = peers.budgets(by_tier, plan.slab_bytes, item_bytes, window)
+    paths = []
+    for tier, streamed in by_tier.items():
+        most = arithmetic.wave_items(max(map(len, streamed)), item_bytes, window, budgets[tier])
+        ranges = [arithmetic.wave_ranges(len(items), most) for items in streamed]
+        paths.append([[end - begin for begin, end in waves] for waves in ranges])
+    return [
+        (count, [tuple(n for n in wave if n is not None) for wave in itertools.zip_longest(*waves)])
+        for count, *waves in zip(residents, *paths, strict=True)
+    ]
 
 
 def slab_layout(source: TensorSource, layers: int) -> streaming.SlabLayout:
