@@ -5,9 +5,11 @@ python -m ds4jax.bench.two_device --out_dir=DIR [--model=configs/models/flash.js
     [--budget_s=330]
 
 The first layers of the model, with random weights. Every section is an attempt of its own with a
-time limit; one that fails, or does not fit in what is left of the budget, leaves its reason.
-two_device.json is rewritten after each of them; the table comes last. Predictions are those of
-`sharding.split`, from the times of one device and the rates of the first section.
+time limit; one that fails, or does not fit in what is left of the budget, leaves its reason and
+what it has measured by then. It ends between two runs: a section that does not end within a minute
+of its limit goes on beside those that follow, which then say so. two_device.json is rewritten after
+each of them; the table comes last. Predictions are those of `sharding.split`, from the times of one
+device and the rates of the first section.
 
 Without two accelerators, XLA_FLAGS=--xla_force_host_platform_device_count=2 gives two CPU devices;
 with one device the pipeline has both of its stages there.
@@ -35,16 +37,17 @@ from absl import flags
 from jax.experimental.compilation_cache import compilation_cache
 
 import streaming
-from ds4jax import accounts, costs, report
+from ds4jax import accounts, costs, events, report
 from ds4jax import engine as engines
 from ds4jax.bench import links, overlap
 from ds4jax.checkpoint import keys
 from ds4jax.checkpoint.open import open_source
 from ds4jax.cli import common
 from ds4jax.config import CONFIG_FOLDER, ModelConfig
-from ds4jax.engine import Engine
+from ds4jax.engine import Engine, PrefillResult
 from ds4jax.moe import Routing
 from ds4jax.rows import Prompts
+from ds4jax.runner import COMPILED
 from sharding import cost, probe, split
 from streaming.window import live_bound
 
@@ -55,6 +58,11 @@ MIB = 1 << 20
 # Before they are measured: between two H200, and from the host to each.
 PEER_GB_PER_S, HOST_GB_PER_S = 300.0, 53.0
 LAUNCH_LIMIT_S = 100  # of a run in two processes
+GRACE_S = 60  # that a section may take beyond its limit, for a load or a run that it is in
+
+
+class SectionOver(Exception):
+    """The time of a section is over."""
 
 
 @dataclasses.dataclass
@@ -63,6 +71,7 @@ class Bench:
 
     found     their results, by section; shas the outputs by prompt length
     launched  process groups that may still run
+    partial   what the section at hand has found so far; ends is when its time is over
     """
 
     out_dir: Path
@@ -75,6 +84,8 @@ class Bench:
     found: dict[str, Any] = dataclasses.field(default_factory=dict)
     shas: dict[int, str] = dataclasses.field(default_factory=dict)
     launched: list[subprocess.Popen[str]] = dataclasses.field(default_factory=list)
+    partial: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ends: float = float("inf")
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -87,7 +98,12 @@ class Bench:
         return np.random.default_rng(0).integers(0, vocabulary, length, np.int32)
 
     def load(self, **keys: Any) -> Engine:
-        """An engine with dotted keys, written with double underscores."""
+        """An engine with dotted keys, written with double underscores.
+
+        How loading went is in `partial`: seconds of checking, planning and all weights but the
+        experts (dense_s), of the experts after that, of programs (added up), of waiting for these
+        when the experts were there, and of everything.
+        """
         values: dict[str, Any] = {
             "prefill.chunk_tokens": self.chunk,
             "prefill.max_tokens": max(*self.lengths, 2 * self.chunk),
@@ -96,7 +112,28 @@ class Bench:
             "streaming.mode": "whole",
         }
         values |= {name.replace("__", "."): value for name, value in keys.items()}
-        return engines.load(self.checkpoint, values, prompt_tokens=max(self.lengths))
+        self.partial["load"] = {}
+
+        def add(**found: float) -> None:
+            self.partial["load"] = {**self.partial["load"], **found}
+
+        def on_event(event: Any) -> None:
+            if isinstance(event, events.WeightsLoaded):
+                dense_s = self.partial["load"].get("dense_s", event.seconds)
+                add(dense_s=dense_s, experts_s=event.seconds - dense_s)
+            elif isinstance(event, events.ProgramsCompiled):
+                add(
+                    programs=event.programs,
+                    programs_s=event.seconds,
+                    awaited_s=event.waited_seconds,
+                )
+
+        engine = engines.load(
+            self.checkpoint, values, prompt_tokens=max(self.lengths), on_event=on_event
+        )
+        add(seconds=engine.load_seconds)
+        common.say(f"  loaded: {_short(self.partial['load'])}")
+        return engine
 
     def pipeline(self) -> dict[str, Any]:
         """Keys of two stages."""
@@ -104,17 +141,30 @@ class Bench:
         places = "0,1" if len(jax.local_devices()) > 1 else "0,0"
         return {"pipeline__split": f"{self.layers - half},{half}", "pipeline__devices": places}
 
-    def measure(self, engine: Engine, lengths: Sequence[int], repeats: int = 2) -> dict[str, Any]:
-        """Reads prompts of `lengths`, after once without counting; one row each."""
+    def measure(self, engine: Engine, lengths: Sequence[int], repeats: int = 3) -> dict[str, Any]:
+        """Reads prompts of `lengths`, after once without counting; one row each.
+
+        Raises SectionOver when the section's time is over; what was measured is in `partial`.
+        """
         rows = {}
         for length in lengths:
             ids = self.ids(length, engine.model_config.vocab_size)
             times, result = [], None
+            first: dict[str, Any] = {}
             for _ in range(repeats + 1):
+                self.require_time()
                 result = None  # its state is as large as the next one
-                began = time.perf_counter()
+                began, compiled = time.perf_counter(), COMPILED.measure()
                 result = engine.prefill(ids)
                 times.append(time.perf_counter() - began)
+                if not first:
+                    programs, compile_s = compiled()
+                    first = {
+                        "first_s": times[0],
+                        "first_programs": programs,
+                        "first_programs_s": compile_s,
+                        "first_pageable_bytes": _pageable_bytes(result),
+                    }
             assert result is not None
             assert result.logits is not None
             sha = logits_hash(result.logits)
@@ -128,7 +178,7 @@ class Bench:
             rows[str(length)] = {
                 "seconds": seconds,
                 "all_seconds": times[1:],
-                "first_s": times[0],
+                **first,
                 "tokens_per_s": length / seconds,
                 "sha256": sha,
                 "same_sha": sha == self.shas.setdefault(length, sha),
@@ -138,11 +188,22 @@ class Bench:
                 "predicted_bytes_equal": all(
                     dict(ledger.predicted.bytes) == dict(ledger.moved_bytes) for ledger in ledgers
                 ),
+                "pageable_bytes": _pageable_bytes(result),
                 "overlap": [ledger.overlap for ledger in ledgers],
                 "stall_s": sum(ledger.stall_s for ledger in ledgers),
             }
-            common.say(f"  {length} tokens: {seconds:.3f} s, {length / seconds:.0f} tokens/s")
+            self.partial["rows"] = {**self.partial.get("rows", {}), **rows}
+            common.say(
+                f"  {length} tokens: {seconds:.3f} s, {length / seconds:.0f} tokens/s; first "
+                f"{times[0]:.3f} s, {first['first_programs']} programs in "
+                f"{first['first_programs_s']:.3f} s of it"
+            )
         return rows
+
+    def require_time(self) -> None:
+        """Raises SectionOver when the section's time is over."""
+        if time.monotonic() > self.ends:
+            raise SectionOver
 
     def rate(self, *path: str, default: float) -> float:
         """A rate in GB/s of the first section, or the default where it was not measured."""
@@ -155,6 +216,11 @@ class Bench:
         """GB/s of the largest copy from the second device to the first."""
         ladder = self.found.get("links", {}).get("peer_1_to_0") or [{}]
         return ladder[-1].get("gb_per_s", PEER_GB_PER_S)
+
+
+def _pageable_bytes(result: PrefillResult) -> int:
+    """Bytes that were copied from memory that was not page-locked, or not yet."""
+    return sum(ledger.pageable_bytes for part in result.report.passes for ledger in part.ledgers)
 
 
 def logits_hash(logits: np.ndarray) -> str:
@@ -419,18 +485,19 @@ def _planned(bench: Bench, room: int | None, slower: int = 1) -> dict[str, Any]:
     keys = {"machine__file": str(path), "streaming__resident_fraction": 1 - STREAMED}
     with bench.load(**keys) as engine:
         assert engine.run_plan is not None
-        rows = bench.measure(engine, bench.lengths[:2])
-        for length, row in rows.items():
-            predicted = engine.run_plan.predict(Prompts.of(int(length)))
+        compared = accounts.neighbours(engine.run_plan)
+        (taken,) = (row["neighbours"] for row in compared if row["chosen"])
+        bench.partial |= {"taken": taken, "neighbours": compared}
+        for length in bench.lengths[:2]:
+            (row,) = bench.measure(engine, [length]).values()
+            predicted = engine.run_plan.predict(Prompts.of(length))
             row |= {
                 "predicted_s": predicted.seconds,
                 "prediction_error": predicted.seconds / row["seconds"] - 1,
                 "predicted_moved_bytes": dict(predicted.moved_bytes),
             }
             row["predicted_bytes_equal"] &= row["moved_bytes"] == row["predicted_moved_bytes"]
-        compared = accounts.neighbours(engine.run_plan)
-        (taken,) = (row["neighbours"] for row in compared if row["chosen"])
-        return {"taken": taken, "neighbours": compared, "rows": rows}
+        return bench.partial
 
 
 def _machine_record(bench: Bench, room: int | None, slower: int) -> dict[str, Any]:
@@ -501,14 +568,15 @@ def _tier(bench: Bench, predicted: float, **keys: Any) -> dict[str, Any]:
             moved, seconds = _copies_alone(engine)
             rates.append(sum(moved.values()) / seconds / 1e9)
         rate = statistics.median(rates[1:])
-        return {
+        bench.partial |= {
             "copies_alone_gb_per_s": rate,
             "all_gb_per_s": rates[1:],
             "moved_bytes": moved,
             "predicted_gb_per_s": predicted,
             "prediction_error": predicted / rate - 1,
-            "rows": bench.measure(engine, bench.lengths[:1]),
         }
+        bench.measure(engine, bench.lengths[:1])
+        return bench.partial
 
 
 def _copies_alone(engine: Engine) -> tuple[dict[str, int], float]:
@@ -573,14 +641,15 @@ def section_processes(bench: Bench) -> dict[str, Any]:
         prompts = [Path(folder) / f"{n}.npy" for n in ("whole", "killed")]
         for path, tokens in zip(prompts, (length, max(bench.lengths)), strict=True):
             np.save(path, bench.ids(tokens, vocabulary))
-        found: dict[str, Any] = {}
+        found = bench.partial
         by_hand = bench.pipeline()["pipeline__split"]
         # The next way where one does not work.
         for split_text, handoff in (("auto", "auto"), (by_hand, "auto"), (by_hand, "socket")):
+            limit = _launch_limit(bench)
             began, out = time.perf_counter(), Path(folder) / f"{split_text} {handoff}"
             whole = _launch(bench, prompts[0], out, handoff, split_text)
             try:
-                output, _ = whole.communicate(timeout=LAUNCH_LIMIT_S)
+                output, _ = whole.communicate(timeout=limit)
             except subprocess.TimeoutExpired:
                 _stop(whole)
                 output, _ = whole.communicate()
@@ -606,6 +675,12 @@ def section_processes(bench: Bench) -> dict[str, Any]:
         found["same_sha"] = found["sha256"] == bench.shas.get(length)
         found["killed"] = _killed(bench, prompts[1], Path(folder) / "killed", handoff)
     return found
+
+
+def _launch_limit(bench: Bench) -> float:
+    """Seconds that a run in two processes may take; raises SectionOver when there are none."""
+    bench.require_time()
+    return min(LAUNCH_LIMIT_S, bench.ends - time.monotonic())
 
 
 def _launch(
@@ -643,11 +718,12 @@ def _launch(
 
 def _killed(bench: Bench, tokens: Path, out_dir: Path, handoff: str) -> dict[str, Any]:
     """Kills a worker when the first chunk is read; how the launcher takes it, and how fast."""
+    limit = _launch_limit(bench)
     launcher = _launch(bench, tokens, out_dir, handoff, bench.pipeline()["pipeline__split"])
     lines: list[str] = []
     workers: list[int] = []  # each leads a session of its own
     victim, killed_s = None, None
-    timer = threading.Timer(LAUNCH_LIMIT_S, _stop, [launcher])
+    timer = threading.Timer(limit, _stop, [launcher])
     timer.start()
     assert launcher.stdout is not None
     try:
@@ -717,9 +793,9 @@ SECTIONS = {
     "two_owners": Section(section_two_owners, 60, 15),
     "relay": Section(section_relay, 50, 15),
     "peer_memory": Section(section_peer_memory, 40, 10),
-    "planned_memory": Section(section_planned_memory, 40, 10),
-    "planned_relay": Section(section_planned_relay, 40, 10),
-    "planned_none": Section(section_planned_none, 40, 10),
+    "planned_memory": Section(section_planned_memory, 90, 20),
+    "planned_relay": Section(section_planned_relay, 90, 20),
+    "planned_none": Section(section_planned_none, 60, 15),
     "one_streamed": Section(section_one_streamed, 60, 20),
     "pipeline_streamed": Section(section_pipeline_streamed, 60, 20),
     "peer_read": Section(section_peer_read, 45, 20),
@@ -727,32 +803,45 @@ SECTIONS = {
 }
 
 
-_WORK = "two-device-section"
+_WORK = "two-device-section "  # before the name of a thread's section
 
 
-def run_section(bench: Bench, section: Section) -> dict[str, Any]:
-    """The result of a section, or the reason why there is none."""
-    left = bench.deadline - time.monotonic()
+def run_section(bench: Bench, name: str, section: Section) -> dict[str, Any]:
+    """The result of a section; the reason, and what there is, where it was not finished."""
+    began = time.monotonic()
+    left = bench.deadline - began
     if left < section.least_s:
-        return {"reason": f"left out: {left:.0f} s of the budget are left"}
+        return {"reason": f"left out: {max(left, 0):.0f} s of the budget are left"}
+    limit = min(section.limit_s, left)
+    beside = _working()
+    bench = dataclasses.replace(bench, partial={}, ends=began + limit)
     result: dict[str, Any] = {}
 
     def work() -> None:
         try:
             result.update(section.measure(bench))
+        except SectionOver:
+            result["reason"] = f"not done after {limit:.0f} s"
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             result["reason"] = f"{type(error).__name__}: {lines[0][:500]}"
 
-    began = time.monotonic()
-    thread = threading.Thread(target=work, name=_WORK, daemon=True)
+    thread = threading.Thread(target=work, name=_WORK + name, daemon=True)
     thread.start()
-    thread.join(min(section.limit_s, left))
+    thread.join(min(limit + GRACE_S, left))
     taken = time.monotonic() - began
     if thread.is_alive():
-        return {**result, "reason": f"not done after {taken:.0f} s", "took_s": taken}
+        result = {"reason": f"not done after {taken:.0f} s, and goes on"}
     gc.collect()
-    return {**result, "took_s": taken}
+    if beside:
+        result["beside"] = beside
+    return {**bench.partial, **result, "took_s": taken}
+
+
+def _working() -> list[str]:
+    """Sections that have not ended."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name.removeprefix(_WORK) for name in names if name.startswith(_WORK)]
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -773,6 +862,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 _COLUMNS = (
     "seconds",
+    "first_s",
     "tokens_per_s",
     "speedup",
     "predicted_s",
@@ -782,10 +872,13 @@ _COLUMNS = (
     "handoff_share",
     "predicted_handoff_share",
     "moved_bytes",
+    "pageable_bytes",
     "stall_s",
     "same_sha",
 )
 _SHOWN = (
+    "load",
+    "beside",
     "peer_0_to_1",
     "peer_1_to_0",
     "peer_both_gb_per_s",
@@ -896,13 +989,13 @@ def _bench(argv: Sequence[str]) -> int:
         }
         for name in given["sections"]:
             common.say(name)
-            bench.found[name] = run_section(bench, SECTIONS[name])
+            bench.found[name] = run_section(bench, name, SECTIONS[name])
             report.write_json(out_dir / "two_device.json", record)
     for launcher in bench.launched:
         _stop(launcher)
     common.say(table(bench.found))
     common.print_result({"out_dir": str(out_dir), "sections": list(bench.found)})
-    if any(thread.name == _WORK for thread in threading.enumerate()):
+    if _working():
         # A section that did not end holds the device: leaving in order would wait for it.
         sys.stdout.flush()
         os._exit(common.OK)

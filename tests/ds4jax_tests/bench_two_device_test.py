@@ -45,6 +45,9 @@ def test_sections_give_one_output_and_stand_beside_their_prediction(tmp_path, ca
         assert "reason" not in section
         assert all(row["same_sha"] for row in section["rows"].values())
         assert all(row["predicted_bytes_equal"] for row in section["rows"].values())
+        assert all(len(row["all_seconds"]) == 3 for row in section["rows"].values())
+        parts = section["load"]
+        assert 0 < parts["dense_s"] + parts["experts_s"] + parts["awaited_s"] <= parts["seconds"]
     assert "expected 2" in found["two_owners"]["side_by_side"]["reason"]
     for name in ("pipeline", "pipeline_streamed"):
         for row in found[name]["against"].values():
@@ -87,23 +90,59 @@ def test_no_budget_leaves_everything_out(tmp_path):
     assert [section["reason"][:9] for section in found.values()] == ["left out:"] * 2
 
 
-def test_section_that_fails_or_hangs_leaves_its_reason(tmp_path):
-    bench = two_device.Bench(tmp_path, "synthetic:tiny", 2, 40, [40], float("inf"), "")
+@pytest.fixture
+def bench(tmp_path) -> two_device.Bench:
+    return two_device.Bench(tmp_path, "synthetic:tiny", 2, 40, [40], float("inf"), "")
+
+
+def test_section_that_fails_or_hangs_leaves_its_reason(bench, monkeypatch):
     release = threading.Event()
 
     def hang(bench):
+        bench.partial["load"] = {"seconds": 1}
         release.wait()
         return {}
 
     def fail(bench):
         raise RuntimeError("first line\nsecond line")
 
-    hung = two_device.run_section(bench, two_device.Section(hang, 0.01, 0))
-    assert hung["reason"] == "not done after 0 s"
-    release.set()
-    failed = two_device.run_section(bench, two_device.Section(fail, 10, 0))
+    monkeypatch.setattr(two_device, "GRACE_S", 0)
+    hung = two_device.run_section(bench, "a", two_device.Section(hang, 0.01, 0))
+    assert hung["reason"] == "not done after 0 s, and goes on"
+    assert hung["load"] == {"seconds": 1}
+    failed = two_device.run_section(bench, "b", two_device.Section(fail, 10, 0))
     assert failed["reason"] == "RuntimeError: first line"
-    assert "first line" in two_device.table({"a": failed})
+    assert failed["beside"] == ["a"]
+    release.set()
+    while two_device._working():
+        pass
+    assert "beside" not in two_device.run_section(bench, "c", two_device.Section(fail, 10, 0))
+    assert "first line" in two_device.table({"b": failed})
+
+
+def test_section_that_is_cut_keeps_its_rows_and_ends_before_the_next(bench, monkeypatch):
+    reads = []
+
+    def measure(bench):
+        with bench.load() as engine:
+            prefill = engine.prefill
+
+            def read(ids):
+                reads.append(len(ids))
+                if len(reads) == 6:
+                    bench.ends = float("-inf")
+                return prefill(ids)
+
+            monkeypatch.setattr(engine, "prefill", read)
+            return {"rows": bench.measure(engine, [40, 80])}
+
+    found = two_device.run_section(bench, "a", two_device.Section(measure, 1000, 0))
+    assert found["reason"] == "not done after 1000 s"
+    assert reads == [40] * 4 + [80] * 2
+    assert list(found["rows"]) == ["40"]
+    assert found["rows"]["40"]["first_programs"] >= 0
+    assert found["load"]["programs"] > 0
+    assert not two_device._working()
 
 
 @pytest.mark.parametrize(
