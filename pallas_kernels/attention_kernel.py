@@ -34,13 +34,9 @@ class Config:
     keys: int  # keys of a block
     warps: int
     stages: int  # depth of the load pipeline; blocks are loaded stages - 1 ahead
-    apart: bool = False  # scores in a region of their own, see `_kernel`
 
 
-CONFIGS = {
-    "portable": Config(heads=32, keys=32, warps=4, stages=2),
-    "sm90": Config(heads=64, keys=64, warps=8, stages=3, apart=True),
-}
+PORTABLE = Config(heads=32, keys=32, warps=4, stages=2)
 
 
 def refusal(q: jax.Array, rope: rotary.Table | None = None) -> str | None:
@@ -72,8 +68,8 @@ def attend(
     scale: float,
     norm_eps: float | None = None,
     rope: rotary.Table | None = None,
-    config: Config,
     interpret: bool,
+    config: Config = PORTABLE,
 ) -> jax.Array:
     """Attention of every token over its window and its entries.
 
@@ -106,7 +102,6 @@ def attend(
         scale=scale,
         norm_eps=norm_eps,
         block=block,
-        apart=config.apart,
         interpret=interpret,
     )
     return pl.pallas_call(
@@ -142,7 +137,6 @@ def _kernel(
     scale: float,
     norm_eps: float | None,
     block: int,
-    apart: bool,
     interpret: bool,
 ):
     *refs, out_ref = refs
@@ -164,46 +158,23 @@ def _kernel(
         q = out_ref[...]
     factor = jnp.float32(scale * math.log2(math.e))
 
-    def update(index, keys, visible, running):
+    def update(keys, visible, running):
         highest, total, values = running
 
-        def weigh():
-            scores = jax.lax.dot_general(
-                q, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            scores = jnp.where(visible[None, :], scores * factor, -jnp.inf)
-            new = jnp.maximum(highest, jnp.max(scores, axis=1))
-            weights = jnp.exp2(scores - new[:, None])
-            shrink = jnp.exp2(highest - new)
-            return (
-                new,
-                total * shrink + jnp.sum(weights, axis=1),
-                shrink,
-                weights.astype(keys.dtype),
-            )
-
-        if apart:
-            # The condition always holds, which the compiler cannot know. Triton gives a product
-            # whose result enters another product of the same region to warps along its rows only:
-            # with 64 rows, eight warps would compute every score twice. In a region of its own the
-            # product is divided among all warps. What never runs reads the keys as no product
-            # does: for keys that only products read, Triton holds a buffer back, since a product
-            # might still be reading the last one. Here none is: its sum is waited for.
-            new, total, shrink, weights = jax.lax.cond(
-                index - position < 2**30,
-                weigh,
-                lambda: (
-                    highest + jnp.max(keys.astype(jnp.float32)),
-                    total,
-                    highest,
-                    jnp.zeros((q.shape[0], block), keys.dtype),
-                ),
-            )
-        else:
-            new, total, shrink, weights = weigh()
-        product = jax.lax.dot_general(
-            weights, keys, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        scores = jax.lax.dot_general(
+            q, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
+        scores = jnp.where(visible[None, :], scores * factor, -jnp.inf)
+        new = jnp.maximum(highest, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - new[:, None])
+        shrink = jnp.exp2(highest - new)
+        product = jax.lax.dot_general(
+            weights.astype(keys.dtype),
+            keys,
+            (((1,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        total = total * shrink + jnp.sum(weights, axis=1)
         return new, total, values * shrink[:, None] + product
 
     lanes = jnp.arange(block, dtype=jnp.int32)
@@ -227,7 +198,7 @@ def _kernel(
         keys = plt.load(
             inputs["keys"].at[rows[:, None], width[None, :]], mask=visible[:, None], other=0.0
         )
-        return update(index, keys, visible, running)
+        return update(keys, visible, running)
 
     blocks = inputs["indices"].shape[0] // block if "indices" in inputs else pl.cdiv(seen, block)
     running = (

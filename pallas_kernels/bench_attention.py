@@ -23,6 +23,7 @@ import numpy as np
 
 from pallas_kernels import (
     attention_kernel,
+    attention_sm90,
     bench,
     compressor,
     hyper_connections,
@@ -121,32 +122,26 @@ def selection(context: int) -> jax.Array:
 def attention_forms(kind: str, sweep: bool = False) -> dict[str, Callable[..., jax.Array]]:
     """Kernels by name: functions of q, window_kv, compressed, indices, sink, position and rope.
 
-    They normalise and rotate the queries and turn the outputs back, as a layer does; "bare" is the
-    attention alone.
+    They normalise and rotate the queries and turn the outputs back, as a layer does; a name that
+    ends with "bare" is the attention alone.
     """
-    shared = {"ratio": max(RATIOS[kind], 1), "scale": FLASH.head_dim**-0.5}
-    configs = dict(attention_kernel.CONFIGS)
-    if sweep:
-        for heads, keys, warps, stages, apart in SWEEPS["attention"]:
-            name = f"{heads}x{keys}w{warps}s{stages}{' apart' if apart else ''}"
-            configs[name] = attention_kernel.Config(heads, keys, warps, stages, apart)
+    shared = {"ratio": max(RATIOS[kind], 1), "scale": FLASH.head_dim**-0.5, "window": FLASH.window}
 
-    def form(config: attention_kernel.Config, bare: bool) -> Callable[..., jax.Array]:
+    def form(attend: Callable[..., jax.Array], bare: bool) -> Callable[..., jax.Array]:
         def call(*operands: Any) -> jax.Array:
             steps = {} if bare else {**HEADS, "rope": operands[-1]}
-            return attention_kernel.attend(
-                *operands[:-1],
-                **shared,
-                **steps,
-                window=FLASH.window,
-                config=config,
-                interpret=False,
-            )
+            return attend(*operands[:-1], **shared, **steps, interpret=False)
 
         return call
 
-    forms = {name: form(config, False) for name, config in configs.items()}
-    return forms | {"sm90 bare": form(configs["sm90"], True)} if sweep else forms
+    kernels = {"portable": attention_kernel.attend, "sm90": attention_sm90.attend}
+    forms = {name: form(attend, False) for name, attend in kernels.items()}
+    forms |= {f"{name} bare": form(attend, True) for name, attend in kernels.items()}
+    for heads, keys, warps, stages in SWEEPS["attention"] if sweep else ():
+        config = attention_kernel.Config(heads, keys, warps, stages)
+        attend = functools.partial(attention_kernel.attend, config=config)
+        forms[f"{heads}x{keys}w{warps}s{stages}"] = form(attend, False)
+    return forms
 
 
 def attention_cases(kind: str, sweep: bool) -> Iterator[Case]:
@@ -196,6 +191,8 @@ def check_attention(kind: str) -> dict[str, Any]:
     angles = rope(context)
     results: dict[str, Any] = {}
     for variant, function in attention_forms(kind).items():
+        if variant.endswith("bare"):
+            continue
         call = jax.jit(function)
 
         def part(start: int, count: int, call: Any = call) -> jax.Array:
@@ -645,7 +642,7 @@ def workspace() -> dict[str, float]:
 # ---------------------------------------------------------------------------------------- main
 
 SWEEPS: dict[str, Any] = {
-    "attention": [(32, 32, 4, 3, False), (64, 32, 8, 4, True), (64, 64, 8, 2, False)],
+    "attention": [(32, 32, 4, 3), (64, 32, 8, 4), (64, 64, 8, 2)],
     "indexer": [(64, 128, 4, 2), (64, 128, 4, 4), (64, 64, 4, 4), (64, 256, 8, 3)],
     "top_k": [(8192, 1024), (16384, 2048), (4096, 1024), (4096, 512)],
     "hyper": [
@@ -681,6 +678,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=bench.output_file, required=True, help="JSON file to write")
     parser.add_argument("--only", default=",".join(OPERATIONS), help="comma-separated operations")
+    parser.add_argument("--variants", help="comma-separated; which to time (default: all)")
     parser.add_argument("--sweep", action="store_true", help="time other tile shapes too")
     parser.add_argument("--memory", action="store_true", help="compile at 1,048,576 tokens")
     parser.add_argument("--runs", type=bench.count, default=7)
@@ -693,6 +691,8 @@ def main(argv: list[str]) -> int:
     report: dict[str, Any] = bench.origin("pallas_kernels.bench_attention", argv)
     report |= {"checks": {}, "times": []}
     failed = False
+    wanted = set(arguments.variants.split(",")) if arguments.variants else None
+    timed: set[str] = set()
 
     def save() -> None:
         with open(arguments.out, "w", encoding="utf-8") as file:
@@ -707,6 +707,9 @@ def main(argv: list[str]) -> int:
             print(f"check {name} {variant}: {json.dumps(values)}", flush=True)
         save()
         for case in cases(arguments.sweep):
+            if wanted is not None and case.variant not in wanted:
+                continue
+            timed.add(case.variant)
             row: dict[str, Any] = {"name": case.name, "variant": case.variant}
             try:
                 timing = bench.measure(
@@ -734,6 +737,9 @@ def main(argv: list[str]) -> int:
         report["workspace_mib"] = workspace()
         print("workspace at 1,048,576 tokens, MiB:", json.dumps(report["workspace_mib"]))
         save()
+    if missing := (wanted or set()) - timed:
+        print(f"--variants: nothing timed here is called {', '.join(sorted(missing))}")
+        failed = True
     return int(failed)
 
 

@@ -1,6 +1,6 @@
 """Argument checks shared by the doors of the operations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,11 +91,16 @@ def scalar(operation: str, name: str, value: Any) -> jax.Array:
 
 
 def pick(
-    operation: str, implementation: str | None, refusal: str | None, *, interpret: bool = False
+    operation: str,
+    implementation: str | None,
+    refusal: str | Mapping[str, str | None] | None,
+    *,
+    interpret: bool = False,
 ) -> str:
     """The implementation to run: "reference", "tiled", "portable" or "sm90".
 
-    refusal: why the kernels of this operation cannot take these arguments, None when they can.
+    refusal: why the kernels of this operation cannot take these arguments, None when they can; by
+    implementation where they differ.
     Automatic choice: the best kernel of the default device, else "tiled". An explicit choice that
     cannot run raises NotImplementedError with the reason; an unknown name raises ValueError.
     """
@@ -104,9 +109,10 @@ def pick(
     if implementation in plain:
         return implementation
     device = support.default_device()
+    reasons = refusal if isinstance(refusal, Mapping) else dict.fromkeys(kernels, refusal)
     if implementation is None:
         for name in kernels:
-            if refusal is None and support.unsupported(name, device) is None:
+            if reasons[name] is None and support.unsupported(name, device) is None:
                 return name
         return "tiled"
     if implementation not in kernels:
@@ -114,7 +120,9 @@ def pick(
             f"{operation}: implementation is {implementation!r}, expected None or one of "
             f"{', '.join(plain + kernels)}"
         )
-    reason = refusal or support.unsupported(implementation, device, interpret=interpret)
+    reason = reasons[implementation] or support.unsupported(
+        implementation, device, interpret=interpret
+    )
     if reason is not None:
         raise NotImplementedError(f"{operation}: {implementation} cannot run this call: {reason}")
     return implementation

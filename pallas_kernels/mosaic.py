@@ -27,12 +27,14 @@ def kernel(
     blocks: int,
     warpgroups: int,
     interpret: bool,
+    approx_math: bool = False,
 ) -> Callable[..., jax.Array]:
     """A function of arrays that runs `body(*inputs, out, **scratch)` in every warpgroup.
 
     blocks  that run at a time; `lax.axis_index` of BLOCK_AXIS and WARPGROUP_AXIS tells a body where
             it is.
     name    of the compiled kernel.
+    approx_math  exponentials, roots and quotients by the fast instructions.
     """
 
     def named(*refs, **scratch):
@@ -50,7 +52,7 @@ def kernel(
         num_threads=warpgroups,
         thread_name=WARPGROUP_AXIS,
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=False
+            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=approx_math
         ),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
         kernel_name=name,

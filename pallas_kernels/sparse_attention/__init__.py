@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import attention_kernel, checks, rotary
+from pallas_kernels import attention_kernel, attention_sm90, checks, rotary
 from pallas_kernels.sparse_attention import reference, tiled
 
 __all__ = ["sparse_attention"]
@@ -41,8 +41,8 @@ def sparse_attention(
       rope: cos and sin [T, R / 2] float32 by which queries are rotated (after the norm) and
         outputs rotated back (after their rounding), see `rotary.apply_rope`; None leaves both.
       implementation: None (automatic), "reference", "tiled" (plain JAX, bounded workspace, any
-        backend), "portable" (Pallas-Triton, any recent NVIDIA GPU) or "sm90" (the same with the
-        tiles for Hopper). They differ in the last bits.
+        backend), "portable" (Pallas-Triton, any recent NVIDIA GPU) or "sm90" (Pallas-Mosaic, for
+        Hopper). They differ in the last bits.
       interpret: run the kernels in the interpreter, on any backend.
 
     Returns:
@@ -62,12 +62,12 @@ def sparse_attention(
     shapes.bind("sink", sink, "H", checks.FLOAT32)
     rotary.check(shapes, rope, q)
     compressed = checks.on_device(compressed)
-    chosen = checks.pick(
-        "sparse_attention", implementation, attention_kernel.refusal(q, rope), interpret=interpret
-    )
+    kernels = {"portable": attention_kernel, "sm90": attention_sm90}
+    refusals = {name: kernel.refusal(q, rope) for name, kernel in kernels.items()}
+    chosen = checks.pick("sparse_attention", implementation, refusals, interpret=interpret)
     position = checks.scalar("sparse_attention", "position", position)
-    if chosen in attention_kernel.CONFIGS:
-        return attention_kernel.attend(
+    if chosen in kernels:
+        return kernels[chosen].attend(
             q,
             window_kv,
             compressed,
@@ -79,7 +79,6 @@ def sparse_attention(
             scale=scale,
             norm_eps=norm_eps,
             rope=rope,
-            config=attention_kernel.CONFIGS[chosen],
             interpret=interpret,
         )
     if norm_eps is not None:

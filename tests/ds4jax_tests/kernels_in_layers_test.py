@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plt
 from ds4jax import testing
 from ds4jax.checkpoint.synthetic import SyntheticSource
 from ds4jax.config import SIMULATIONS, Numerics
-from pallas_kernels import attention_kernel, checks, rotary
+from pallas_kernels import attention_kernel, attention_sm90, checks, rotary
 
 pytestmark = pytest.mark.slow
 
@@ -46,9 +46,12 @@ def kernels(monkeypatch):
     called = collections.Counter()
 
     def with_kernels(operation, implementation, refusal, *, interpret=False):
+        if operation.endswith("attention"):
+            refusal = refusal["portable"]
         if implementation in (None, "portable", "sm90") and refusal is None:
-            # The FP8 product of Hopper is no call of Pallas that the interpreter below takes.
-            return "portable" if operation == "block_linear" else "sm90"
+            # What Hopper has in Pallas-Mosaic is no call that the interpreter below takes.
+            mosaic = operation == "block_linear" or operation.endswith("attention")
+            return "portable" if mosaic else "sm90"
         return pick(operation, implementation, refusal, interpret=interpret)
 
     def interpreted(*args, name, **options):
@@ -61,6 +64,25 @@ def kernels(monkeypatch):
     # XLA takes back the casts by which the kernel rounds, which the kernels' compiler does not.
     monkeypatch.setattr(attention_kernel, "_head_norm", rotary.head_norm)
     return called
+
+
+@pytest.fixture
+def hopper_attention(kernels, monkeypatch):
+    """As `kernels`, with the attention of Hopper, counted by its kind."""
+    pick, attend = checks.pick, attention_sm90.attend
+
+    def with_hopper(operation, implementation, refusal, *, interpret=False):
+        if operation.endswith("attention") and refusal["sm90"] is None:
+            return "sm90"
+        return pick(operation, implementation, refusal, interpret=interpret)
+
+    def interpreted(q, window_kv, entries, indices, *args, **options):
+        kernels["swa" if entries is None else "hca" if indices is None else "csa"] += 1
+        return attend(q, window_kv, entries, indices, *args, **options | {"interpret": True})
+
+    monkeypatch.setattr(checks, "pick", with_hopper)
+    monkeypatch.setattr(attention_sm90, "attend", interpreted)
+    return kernels
 
 
 @pytest.fixture
@@ -126,3 +148,21 @@ def test_wide_layers_agree_with_the_plain_forms_in_any_chunks(
     distance = np.linalg.norm(got - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
     assert np.median(distance, axis=1).max() < 0.01
     assert (trace.chosen == plain.chosen).mean() > 0.95
+
+
+def test_wide_layers_agree_with_the_plain_forms_through_the_attention_of_hopper(
+    hopper_attention, fresh_parts, run, load_source, monkeypatch
+):
+    loaded = load_source(SyntheticSource(WIDE, 0, mtp=False))
+    random = np.random.default_rng(22)
+    tokens = random.integers(0, WIDE.vocab_size, 140)
+    inputs = random.standard_normal((3, 140, WIDE.hc_mult, WIDE.hidden_size)).astype("f4")
+    numerics = Numerics("bfloat16", ("q2", "q3"))
+    options = {"inputs": inputs, "rows": 128}
+    trace = run(loaded, tokens, (128, 12), numerics, parts=fresh_parts(), **options)
+    assert {"swa", "hca", "csa"} <= set(hopper_attention)
+    monkeypatch.undo()
+    plain = run(loaded, tokens, (128, 12), numerics, parts=fresh_parts(), **options)
+    got, wanted = (x.streams.astype("f4").reshape(3, 140, -1) for x in (trace, plain))
+    distance = np.linalg.norm(got - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+    assert np.median(distance, axis=1).max() < 0.01

@@ -7,14 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attention_kernel, rotary
+from pallas_kernels import attention_kernel, attention_sm90, rotary
 from pallas_kernels.sparse_attention import sparse_attention
 from pallas_kernels.specs import FLASH, PRO
 from pallas_kernels.window_attention import window_attention
 
 WIDE = {"heads": 64, "width": 512, "window": 128, "k": 70}
 NARROW = {"heads": 16, "width": 64, "window": 40, "k": 37}
+NARROW_SM90 = {"heads": 64, "width": 128, "window": 40, "k": 70}  # its products have 64 rows
+KERNELS = {"portable": attention_kernel, "sm90": attention_sm90}
 FORMS = ["reference", "tiled", "portable", "sm90"]
+
+
+def narrow(implementation):
+    return NARROW_SM90 if implementation == "sm90" else NARROW
 
 
 def make(seed, tokens, capacity, position, *, heads, width, window, k, dtype=jnp.bfloat16):
@@ -83,6 +89,7 @@ def test_float32_follows_the_definition(implementation, position):
 def test_bfloat16_agrees_with_the_reference(
     implementation, shape, tokens, capacity, position, distance
 ):
+    shape = narrow(implementation) if shape is NARROW else shape
     operands = make(tokens, tokens, capacity, position, **shape)
     got = attend(operands, position, implementation)
     assert distance(got, attend(operands, position, "reference")) < 5e-3
@@ -92,12 +99,13 @@ def test_bfloat16_agrees_with_the_reference(
 def test_empty_lists_and_holes(implementation, distance):
     """No entry at all gives the window; -1 counts for nothing wherever it stands."""
     position = 150
-    q, window_kv, compressed, indices, sink = make(4, 6, 40, position, **NARROW)
+    q, window_kv, compressed, indices, sink = make(4, 6, 80, position * 3, **narrow(implementation))
     nothing = jnp.full_like(indices, -1)
     got = attend((q, window_kv, compressed * jnp.nan, nothing, sink), position, implementation)
-    wanted = window_attention(q, window_kv, None, sink, position, ratio=1, window=40, scale=0.125)
+    options = {"ratio": 1, "window": 40, "scale": q.shape[2] ** -0.5}
+    wanted = window_attention(q, window_kv, None, sink, position, **options)
     assert distance(got, wanted) < 5e-3
-    indices = jnp.tile(jnp.arange(37, dtype=jnp.int32)[None], (6, 1))
+    indices = jnp.tile(jnp.arange(indices.shape[1], dtype=jnp.int32)[None], (6, 1))
     holes = jnp.where(indices % 3 == 1, -1, indices)
     dense = jnp.sort(jnp.where(holes < 0, 99, holes), axis=1)
     dense = jnp.where(dense == 99, -1, dense)
@@ -111,7 +119,7 @@ def test_empty_lists_and_holes(implementation, distance):
 @pytest.mark.parametrize("implementation", FORMS)
 def test_entries_that_no_list_names_may_hold_nan(implementation):
     position = 200
-    q, window_kv, compressed, indices, sink = make(5, 7, 60, position, **NARROW)
+    q, window_kv, compressed, indices, sink = make(5, 7, 60, position, **narrow(implementation))
     indices = jnp.where(indices % 2 == 0, indices, -1)
     poisoned = compressed.at[1::2].set(jnp.nan).at[51:].set(jnp.nan)
     got = attend((q, window_kv, poisoned, indices, sink), position, implementation)
@@ -122,8 +130,8 @@ def test_entries_that_no_list_names_may_hold_nan(implementation):
 
 @pytest.mark.parametrize("implementation", ["tiled", "portable", "sm90"])
 def test_bits_do_not_depend_on_chunks_or_neighbours(implementation):
-    total, position = 40, 101
-    q, window_kv, compressed, indices, sink = make(9, total, 36, position, **NARROW)
+    total, position = 13 if implementation == "sm90" else 40, 101
+    q, window_kv, compressed, indices, sink = make(9, total, 36, position, **narrow(implementation))
     whole = attend((q, window_kv, compressed, indices, sink), position, implementation)
     for size, padded in ((1, 1), (9, 12), (33, 33)):
         for start in range(0, total, size):
@@ -143,10 +151,15 @@ def test_bits_do_not_depend_on_chunks_or_neighbours(implementation):
 @pytest.mark.parametrize("implementation", ["tiled", "portable", "sm90"])
 def test_norm_and_rotation_are_those_of_separate_steps(implementation, distance):
     position = 501
-    q, *rest = make(4, 3, 120, position, **NARROW)
+    q, *rest = make(4, 3, 120, position, **narrow(implementation))
     angle = np.outer(position + np.arange(3), 100.0 ** (-np.arange(16) / 16))
     rope = tuple(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
-    options = {"window": NARROW["window"], "scale": 0.125, "norm_eps": 1e-3, "rope": rope}
+    options = {
+        "window": NARROW["window"],
+        "scale": q.shape[2] ** -0.5,
+        "norm_eps": 1e-3,
+        "rope": rope,
+    }
     call = functools.partial(sparse_attention, **options, interpret=True)
     got = jax.jit(functools.partial(call, implementation=implementation))(q, *rest, position)
     turned = rotary.apply_rope(rotary.head_norm(q, 1e-3), rope)
@@ -166,14 +179,13 @@ def test_lowers_at_the_shapes_of_the_models(implementation, spec, tokens, lower_
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def call(cos, sin, *operands):
-        return attention_kernel.attend(
+        return KERNELS[implementation].attend(
             *operands,
             ratio=1,
             window=spec.window,
             scale=spec.head_dim**-0.5,
             norm_eps=1e-6,
             rope=(cos, sin),
-            config=attention_kernel.CONFIGS[implementation],
             interpret=False,
         )
 
@@ -187,7 +199,7 @@ def test_lowers_at_the_shapes_of_the_models(implementation, spec, tokens, lower_
         struct(spec.heads, dtype=jnp.float32),
         struct(dtype=jnp.int32),
     )
-    assert "__gpu$xla.gpu.triton" in text
+    assert {"portable": "__gpu$xla.gpu.triton", "sm90": "mosaic_gpu"}[implementation] in text
 
 
 def test_errors_name_the_argument():
@@ -199,8 +211,11 @@ def test_errors_name_the_argument():
         call(q, window_kv, compressed, indices.astype(jnp.float32), sink, 0)
     with pytest.raises(ValueError, match=r"compressed has shape \(6, 32\).*expected 64 on axis 1"):
         call(q, window_kv, compressed[:, :32], indices, sink, 0)
-    with pytest.raises(NotImplementedError, match="sm90 kernels need an NVIDIA GPU"):
+    with pytest.raises(NotImplementedError, match="16 heads of 64 channels"):
         call(q, window_kv, compressed, indices, sink, 0, implementation="sm90")
+    wide = make(1, 4, 6, 40, **NARROW_SM90)
+    with pytest.raises(NotImplementedError, match="sm90 kernels need an NVIDIA GPU"):
+        call(*wide, 0, implementation="sm90")
 
 
 @pytest.mark.gpu1

@@ -7,14 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attention_kernel, rotary
+from pallas_kernels import attention_kernel, attention_sm90, rotary
 from pallas_kernels.specs import FLASH, PRO
 from pallas_kernels.window_attention import window_attention
 
-# 64 heads of 512 channels with the real tiles, and a narrow shape whose window is not a multiple of
-# the kernel's block.
+# 64 heads of 512 channels with the real tiles, and narrow shapes whose window is not a multiple of
+# the kernels' blocks.
 WIDE = {"heads": 64, "width": 512, "window": 128}
 NARROW = {"heads": 16, "width": 64, "window": 40}
+NARROW_SM90 = {"heads": 64, "width": 128, "window": 40}  # its products have 64 rows
+KERNELS = {"portable": attention_kernel, "sm90": attention_sm90}
+
+
+def narrow(implementation):
+    return NARROW_SM90 if implementation == "sm90" else NARROW
 
 
 def make(seed, tokens, capacity, *, heads, width, window, dtype=jnp.bfloat16):
@@ -83,10 +89,10 @@ def test_float32_follows_the_definition(implementation, position, ratio, capacit
 
 
 @pytest.mark.parametrize("sink", [-np.inf, -50.0, 60.0, 600.0])
-@pytest.mark.parametrize("implementation", ["tiled", "portable"])
+@pytest.mark.parametrize("implementation", ["tiled", "portable", "sm90"])
 def test_extreme_sinks(implementation, sink, distance):
-    q, window_kv, compressed, _ = make(3, 5, 30, **NARROW)
-    operands = (q, window_kv, compressed, jnp.full((16,), sink, jnp.float32))
+    q, window_kv, compressed, _ = make(3, 5, 30, **narrow(implementation))
+    operands = (q, window_kv, compressed, jnp.full(q.shape[1], sink, jnp.float32))
     got = attend(operands, 70, implementation=implementation, interpret=True)
     wanted = by_definition(*operands, 70, 4, NARROW["window"])
     assert np.isfinite(got).all()
@@ -111,6 +117,7 @@ def test_extreme_sinks(implementation, sink, distance):
 def test_bfloat16_agrees_with_the_reference(
     implementation, shape, tokens, capacity, ratio, position, distance
 ):
+    shape = narrow(implementation) if shape is NARROW else shape
     operands = make(tokens, tokens, capacity, **shape)
     got = attend(operands, position, ratio=ratio, implementation=implementation, interpret=True)
     wanted = attend(operands, position, ratio=ratio, implementation="reference")
@@ -125,6 +132,7 @@ def test_norm_and_rotation_are_those_of_separate_steps(
 ):
     """Not rotated, channels have to be those of the call without a table: nothing is mixed up."""
     tokens, position, pairs = 3, 501, 16 if shape is NARROW else 32
+    shape = narrow(implementation) if shape is NARROW else shape
     q, *rest = make(4, tokens, 130, **shape)
     rope = rope_of(position, tokens, pairs) if turned else None
     got = attend(
@@ -159,7 +167,7 @@ def test_kernels_round_the_norm_step_by_step():
 @pytest.mark.parametrize("implementation", ["reference", "tiled", "portable", "sm90"])
 def test_rows_that_no_real_token_sees_may_hold_nan(implementation):
     tokens, real, position, window = 13, 10, 37, NARROW["window"]
-    operands = make(5, tokens, 40, **NARROW)
+    operands = make(5, tokens, 40, **narrow(implementation))
     q, window_kv, compressed, sink = operands
     seen = (position + real) // 4
     # The last rows are padding: their tokens see two entries that no real token sees.
@@ -179,8 +187,8 @@ def test_rows_that_no_real_token_sees_may_hold_nan(implementation):
 
 @pytest.mark.parametrize("implementation", ["tiled", "portable", "sm90"])
 def test_bits_do_not_depend_on_chunks_capacity_or_neighbours(implementation):
-    total, capacity, ratio = 48, 16, 4
-    q, window_kv, compressed, sink = make(9, total, capacity, **NARROW)
+    total, capacity, ratio = 12 if implementation == "sm90" else 48, 16, 4
+    q, window_kv, compressed, sink = make(9, total, capacity, **narrow(implementation))
     window = NARROW["window"]
     run = functools.partial(attend, ratio=ratio, implementation=implementation, interpret=True)
     position = 3
@@ -206,7 +214,7 @@ def test_bits_do_not_depend_on_chunks_capacity_or_neighbours(implementation):
 @pytest.mark.parametrize("implementation", ["tiled", "portable", "sm90"])
 def test_bits_of_rotated_tokens_do_not_depend_on_chunks(implementation):
     total, position = 12, 3
-    q, window_kv, compressed, sink = make(9, total, 16, **NARROW)
+    q, window_kv, compressed, sink = make(9, total, 16, **narrow(implementation))
     rope, window = rope_of(position, total), NARROW["window"]
     run = functools.partial(attend, norm_eps=1e-6, implementation=implementation, interpret=True)
     whole = run((q, window_kv, compressed, sink), position, rope=rope)
@@ -224,14 +232,13 @@ def test_lowers_at_the_shapes_of_the_models(implementation, spec, ratio, capacit
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def call(cos, sin, *operands):
-        return attention_kernel.attend(
+        return KERNELS[implementation].attend(
             *operands,
             ratio=ratio,
             window=spec.window,
             scale=spec.head_dim**-0.5,
             norm_eps=1e-6,
             rope=(cos, sin),
-            config=attention_kernel.CONFIGS[implementation],
             interpret=False,
         )
 
@@ -246,7 +253,7 @@ def test_lowers_at_the_shapes_of_the_models(implementation, spec, ratio, capacit
         struct(spec.heads, dtype=jnp.float32),
         struct(dtype=jnp.int32),
     )
-    assert "__gpu$xla.gpu.triton" in text
+    assert {"portable": "__gpu$xla.gpu.triton", "sm90": "mosaic_gpu"}[implementation] in text
 
 
 def test_errors_name_the_argument():
@@ -276,14 +283,20 @@ def test_errors_name_the_argument():
         call(*narrow, 0, implementation="portable", interpret=True)
     few = make(1, 4, 6, heads=8, width=64, window=40)
     with pytest.raises(NotImplementedError, match="8 heads"):
-        call(*few, 0, implementation="sm90", interpret=True)
-    options = {"implementation": "sm90", "interpret": True}
+        call(*few, 0, implementation="portable", interpret=True)
+    with pytest.raises(NotImplementedError, match="16 heads of 64 channels"):
+        call(q, window_kv, compressed, sink, 0, implementation="sm90", interpret=True)
+    options = {"implementation": "portable", "interpret": True}
     for pairs in (8, 24):
         with pytest.raises(NotImplementedError, match=f"{pairs} channel pairs turn"):
             call(q, window_kv, compressed, sink, 0, rope=rope_of(0, 4, pairs), **options)
-    exact = make(1, 4, 6, **NARROW, dtype=jnp.float32)
-    with pytest.raises(NotImplementedError, match="q is float32"):
-        call(*exact, 0, implementation="sm90", interpret=True)
+    options["implementation"] = "sm90"
+    with pytest.raises(NotImplementedError, match="48 channel pairs turn"):
+        call(*make(1, 4, 6, **NARROW_SM90), 0, rope=rope_of(0, 4, 48), **options)
+    for implementation in ("portable", "sm90"):
+        exact = make(1, 4, 6, **NARROW_SM90, dtype=jnp.float32)
+        with pytest.raises(NotImplementedError, match="q is float32"):
+            call(*exact, 0, implementation=implementation, interpret=True)
 
 
 @pytest.mark.gpu1
