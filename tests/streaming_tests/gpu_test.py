@@ -1,5 +1,7 @@
 """What only a GPU shows: locked memory, copies beside compute, refills while copies run."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,37 +60,39 @@ def contents():
 @pytest.mark.parametrize("tier", ["ram", "disk"])
 def test_every_item_arrives_whole_from_locked_memory(tier, mode, tmp_path, contents):
     residency = even(LAYERS, ITEMS, 4)
-    pinner = Pinner(CudaDriver())
-    store = ring = None
-    if tier == "ram":
-        store = HostStore(LAYOUT, residency.streamed, pinner=pinner)
-        store.fill(testing.filler(LAYOUT))
-    else:
-        locate = testing.write_files(LAYOUT, tmp_path)
-        ring = DiskRing(LAYOUT, locate, rows=ITEMS, slots=3, pinner=pinner, poison=True)
-    assert pinner.wait().errors == ()
-    x = jax.random.normal(jax.random.key(0), (4096, 4096), jnp.bfloat16) / jnp.bfloat16(64)
-    found = []
-    with Streamer(LAYOUT, residency.streamed, store=store, ring=ring) as streamer:
+    with contextlib.ExitStack() as stack:
+        pinner = stack.enter_context(contextlib.closing(Pinner(CudaDriver())))
+        store = ring = None
+        if tier == "ram":
+            store = HostStore(LAYOUT, residency.streamed, pinner=pinner)
+            stack.enter_context(contextlib.closing(store))
+            store.fill(testing.filler(LAYOUT))
+        else:
+            locate = testing.write_files(LAYOUT, tmp_path)
+            ring = DiskRing(LAYOUT, locate, rows=ITEMS, slots=3, pinner=pinner, poison=True)
+        assert pinner.wait().errors == ()
+        x = jax.random.normal(jax.random.key(0), (4096, 4096), jnp.bfloat16) / jnp.bfloat16(64)
         steps = [Step(layer, mode) for _ in range(3) for layer in range(LAYERS)]
-        streamer.start(steps)
-        for number in range(len(steps)):
-            streamer.issue_ahead(number)
+        found, ledgers = [], []
+        with Streamer(LAYOUT, residency.streamed, store=store, ring=ring) as streamer:
+            # The faults of a first run are also those of programs that are read from storage.
+            for _ in range(2):
+                streamer.start(steps)
+                for number in range(len(steps)):
+                    streamer.issue_ahead(number)
+                    if mode == "routed":
+                        streamer.routed(number, np.arange(number % 3, ITEMS, 3))
+                    slab = streamer.take(number)
+                    sums, done = read(dict(slab.arrays), slab.where, x)
+                    found.append(sums)
+                    streamer.computed(number, done)
+                ledgers.append(streamer.finish())
+                assert streamer.violations() == []
+        assert [ledger.pageable_bytes for ledger in ledgers] == [0, 0]
+        assert ledgers[1].major_faults == 0 or tier == "disk"
+        for number, (step, sums) in enumerate(zip(steps * 2, found, strict=True)):
+            here = np.isin(np.arange(ITEMS), residency.streamed[step.layer])
             if mode == "routed":
-                streamer.routed(number, np.arange(number % 3, ITEMS, 3))
-            slab = streamer.take(number)
-            sums, done = read(dict(slab.arrays), slab.where, x)
-            found.append(sums)
-            streamer.computed(number, done)
-        ledger = streamer.finish()
-        assert streamer.violations() == []
-    assert ledger.pageable_bytes == 0
-    assert ledger.major_faults == 0 or tier == "disk"
-    for number, (step, sums) in enumerate(zip(steps, found, strict=True)):
-        here = np.isin(np.arange(ITEMS), residency.streamed[step.layer])
-        if mode == "routed":
-            here &= np.arange(ITEMS) % 3 == number % 3
-        np.testing.assert_array_equal(np.asarray(sums), np.where(here, contents[step.layer], -1))
-    if store is not None:
-        store.close()
-    pinner.close()
+                here &= np.arange(ITEMS) % 3 == number % 3
+            wanted = np.where(here, contents[step.layer], -1)
+            np.testing.assert_array_equal(np.asarray(sums), wanted)
