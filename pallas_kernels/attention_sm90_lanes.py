@@ -9,32 +9,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
+from pallas_kernels.mosaic_lanes import c32, i32, offset
+
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 THREADS = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 TILE_BYTES = 8 * 128  # of shared memory: 8 rows of 64 channels
 
 
-def _i32():
-    return ir.IntegerType.get_signless(32)
-
-
-def _c(value: int):
-    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
-
-
-def _offset(pointer, byte_offset):
-    return utils.getelementptr(pointer, [byte_offset], ir.IntegerType.get_signless(8))
-
-
 def _lane():
     """warp of the warpgroup, lane of the warp."""
-    thread = arith.andi(utils.thread_idx(), _c(127))
-    return arith.shrui(thread, _c(5)), arith.andi(thread, _c(31))
+    thread = arith.andi(utils.thread_idx(), c32(127))
+    return arith.shrui(thread, c32(5)), arith.andi(thread, c32(31))
 
 
 def _value(array):
     """The i32 that a thread holds of an array [128]."""
-    return llvm.extractelement(array.registers.flat[0], _c(0))
+    return llvm.extractelement(array.registers.flat[0], c32(0))
 
 
 def store_bias(rows: jax.Array, bias_ref) -> None:
@@ -48,9 +38,9 @@ def store_bias(rows: jax.Array, bias_ref) -> None:
         zero, low = (
             arith.constant(f32, ir.FloatAttr.get(f32, value)) for value in (0.0, -float("inf"))
         )
-        there = arith.cmpi(arith.CmpIPredicate.sge, _value(rows), _c(0))
-        key = arith.addi(arith.muli(warp, _c(16)), arith.andi(lane, _c(15)))
-        pointer = _offset(utils.memref_ptr(bias_ref), arith.muli(key, _c(4)))
+        there = arith.cmpi(arith.CmpIPredicate.sge, _value(rows), c32(0))
+        key = arith.addi(arith.muli(warp, c32(16)), arith.andi(lane, c32(15)))
+        pointer = offset(utils.memref_ptr(bias_ref), arith.muli(key, c32(4)))
         llvm.store(arith.select(there, zero, low), pointer)
 
     run(rows, bias_ref)
@@ -76,41 +66,44 @@ def copy_rows(source_ref, rows: jax.Array, slot_ref, first: int) -> None:
         row_bytes = source.type.shape[1] * 2
         own = _value(rows)
         warp, lane = _lane()
-        part = arith.andi(lane, _c(lanes - 1))
-        among = arith.divui(lane, _c(lanes))  # the rows that a warp copies at a time
-        pieces = arith.andi(part, _c(7))
-        tile = arith.muli(arith.shrui(part, _c(3)), _c(TILE_BYTES))
+        part = arith.andi(lane, c32(lanes - 1))
+        among = arith.divui(lane, c32(lanes))  # the rows that a warp copies at a time
+        pieces = arith.andi(part, c32(7))
+        tile = arith.muli(arith.shrui(part, c32(3)), c32(TILE_BYTES))
         space = llvm.PointerType.get(address_space=1)
         base = llvm.addrspacecast(space, utils.memref_ptr(source))
-        base = _offset(base, arith.addi(arith.muli(part, _c(16)), _c(2 * first)))
+        base = offset(base, arith.addi(arith.muli(part, c32(16)), c32(2 * first)))
         assert row_tiles == 8
-        target = llvm.ptrtoint(_i32(), utils.memref_ptr(slot))
-        target = arith.addi(target, arith.muli(warp, _c(2 * column_tiles * TILE_BYTES)))
+        target = llvm.ptrtoint(i32(), utils.memref_ptr(slot))
+        target = arith.addi(target, arith.muli(warp, c32(2 * column_tiles * TILE_BYTES)))
         target = arith.addi(target, tile)
         for key in range(0, 16, 32 // lanes):
-            at = arith.addi(among, _c(key))
+            at = arith.addi(among, c32(key))
             row = utils.inline_ptx(
                 "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
                 own,
                 at,
-                result_types=_i32(),
+                result_types=i32(),
                 convergent=True,
             )
-            there = arith.cmpi(arith.CmpIPredicate.sge, row, _c(0))
-            nbytes = arith.select(there, _c(16), _c(0))
-            row = arith.select(there, row, _c(0))
-            offset = arith.muli(
+            there = arith.cmpi(arith.CmpIPredicate.sge, row, c32(0))
+            nbytes = arith.select(there, c32(16), c32(0))
+            row = arith.select(there, row, c32(0))
+            row_start = arith.muli(
                 arith.extui(i64, row), arith.constant(i64, ir.IntegerAttr.get(i64, row_bytes))
             )
-            low = arith.andi(at, _c(7))
+            low = arith.andi(at, c32(7))
             inside = arith.addi(
-                arith.muli(arith.shrui(at, _c(3)), _c(column_tiles * TILE_BYTES)),
-                arith.addi(arith.muli(low, _c(128)), arith.muli(arith.xori(pieces, low), _c(16))),
+                arith.muli(arith.shrui(at, c32(3)), c32(column_tiles * TILE_BYTES)),
+                arith.addi(
+                    arith.muli(low, c32(128)),
+                    arith.muli(arith.xori(pieces, low), c32(16)),
+                ),
             )
             utils.inline_ptx(
                 "cp.async.cg.shared.global [$0], [$1], 16, $2;",
                 arith.addi(target, inside),
-                _offset(base, offset),
+                offset(base, row_start),
                 nbytes,
                 has_side_effects=True,
             )
@@ -133,11 +126,11 @@ def await_copies(under_way: int) -> None:
 def _descriptor(ref, fields):
     """Descriptor of an operand in shared memory: its address, strides and the 128-byte swizzle."""
     i64 = ir.IntegerType.get_signless(64)
-    address = arith.shrui(llvm.ptrtoint(_i32(), utils.memref_ptr(ref)), _c(4))
-    address = arith.extui(i64, arith.andi(address, _c(0x3FFF)))
+    address = arith.shrui(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), c32(4))
+    address = arith.extui(i64, arith.andi(address, c32(0x3FFF)))
     between_columns, between_rows = fields
-    constant = (1 << 62) | (between_rows >> 4 << 32) | (between_columns >> 4 << 16)
-    return llvm.or_(address, arith.constant(i64, ir.IntegerAttr.get(i64, constant)))
+    fixed = (1 << 62) | (between_rows >> 4 << 32) | (between_columns >> 4 << 16)
+    return llvm.or_(address, arith.constant(i64, ir.IntegerAttr.get(i64, fixed)))
 
 
 def _multiply(lines, sums, count, operands, constraints):
@@ -176,14 +169,14 @@ def _array(values, shape):
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     for i, index in enumerate(np.ndindex(registers.shape)):
-        vector = llvm.insertelement(llvm.mlir_undef(pair), values[2 * i], _c(0))
-        registers[index] = llvm.insertelement(vector, values[2 * i + 1], _c(1))
+        vector = llvm.insertelement(llvm.mlir_undef(pair), values[2 * i], c32(0))
+        registers[index] = llvm.insertelement(vector, values[2 * i + 1], c32(1))
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 def _scalars(array):
     return [
-        llvm.extractelement(register, _c(i)) for register in array.registers.flat for i in range(2)
+        llvm.extractelement(register, c32(i)) for register in array.registers.flat for i in range(2)
     ]
 
 
@@ -238,8 +231,8 @@ def add_products(sums, weights: jax.Array, keys_ref) -> tuple[jax.Array, ...]:
         rounded = [
             utils.inline_ptx(
                 "cvt.rn.bf16x2.f32 $0, $2, $1;",
-                *(llvm.extractelement(register, _c(i)) for i in range(2)),
-                result_types=_i32(),
+                *(llvm.extractelement(register, c32(i)) for i in range(2)),
+                result_types=i32(),
             )
             for register in weights.registers.flat
         ]
@@ -275,19 +268,19 @@ def turn(value: jax.Array, rope_ref, sign: float) -> jax.Array:
         del ctx
         f32 = ir.F32Type.get()
         _, lane = _lane()
-        base = _offset(utils.memref_ptr(rope), arith.muli(arith.andi(lane, _c(3)), _c(4)))
+        base = offset(utils.memref_ptr(rope), arith.muli(arith.andi(lane, c32(3)), c32(4)))
         registers = np.empty_like(value.registers)
         # Registers of two neighbouring channels: first by 8 channels, then by the two rows.
         for index, register in np.ndenumerate(value.registers):
             block = index[1]
-            cos, sin = (llvm.load(f32, _offset(base, _c(16 * block + side))) for side in (0, 128))
+            cos, sin = (llvm.load(f32, offset(base, c32(16 * block + side))) for side in (0, 128))
             if sign < 0:
                 sin = arith.negf(sin)
-            even, odd = (llvm.extractelement(register, _c(i)) for i in range(2))
+            even, odd = (llvm.extractelement(register, c32(i)) for i in range(2))
             first = arith.subf(arith.mulf(even, cos), arith.mulf(odd, sin))
             second = arith.addf(arith.mulf(even, sin), arith.mulf(odd, cos))
-            register = llvm.insertelement(llvm.mlir_undef(register.type), first, _c(0))
-            registers[index] = llvm.insertelement(register, second, _c(1))
+            register = llvm.insertelement(llvm.mlir_undef(register.type), first, c32(0))
+            registers[index] = llvm.insertelement(register, second, c32(1))
         return mgpu.FragmentedArray(_registers=registers, _layout=value.layout, _is_signed=None)
 
     return run(value, rope_ref)

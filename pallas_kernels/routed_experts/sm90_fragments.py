@@ -19,6 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
+from pallas_kernels.mosaic_lanes import c32, i32, offset
+
 # E8M0 bytes below the largest of a band that E5M2 tables reach: 27 steps from 2^-13 to 2^13.
 BAND = 27
 # An E5M2 operand is the weight times 2^(TOP - scale byte of its band's top).
@@ -59,31 +61,16 @@ def reorder(x: jax.Array, kind: str) -> jax.Array:
 # --- lane code ---------------------------------------------------------------------------------
 
 
-def _i32():
-    return ir.IntegerType.get_signless(32)
-
-
-def _c(value: int):
-    value &= 0xFFFFFFFF
-    value = value - (1 << 32) if value >= 1 << 31 else value
-    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
-
-
 def _ptx(text, *args, result=None):
-    return utils.inline_ptx(text, *args, result_types=_i32() if result is None else result)
+    return utils.inline_ptx(text, *args, result_types=i32() if result is None else result)
 
 
 def _lane():
     """warp of the warpgroup, row 0..7 and quad 0..3 of the thread."""
-    thread = arith.remui(utils.thread_idx(), _c(128))
-    lane = arith.remui(thread, _c(32))
-    warp = arith.shrui(thread, _c(5))
-    return warp, arith.shrui(lane, _c(2)), arith.andi(lane, _c(3))
-
-
-def _offset(pointer, byte_offset):
-    i8 = ir.IntegerType.get_signless(8)
-    return utils.getelementptr(pointer, [byte_offset], i8)
+    thread = arith.remui(utils.thread_idx(), c32(128))
+    lane = arith.remui(thread, c32(32))
+    warp = arith.shrui(thread, c32(5))
+    return warp, arith.shrui(lane, c32(2)), arith.andi(lane, c32(3))
 
 
 def _load(type_, pointer, alignment):
@@ -93,39 +80,39 @@ def _load(type_, pointer, alignment):
 def _words(codes_ref, row, quad, row_bytes):
     """The codes of the thread: row_bytes / 4 bytes of a row, as i32 words."""
     count = row_bytes // 16
-    at = arith.addi(arith.muli(row, _c(row_bytes)), arith.muli(quad, _c(row_bytes // 4)))
-    vector = ir.VectorType.get((count,), _i32())
-    loaded = _load(vector, _offset(utils.memref_ptr(codes_ref), at), row_bytes // 4)
-    return [llvm.extractelement(loaded, _c(i)) for i in range(count)]
+    at = arith.addi(arith.muli(row, c32(row_bytes)), arith.muli(quad, c32(row_bytes // 4)))
+    vector = ir.VectorType.get((count,), i32())
+    loaded = _load(vector, offset(utils.memref_ptr(codes_ref), at), row_bytes // 4)
+    return [llvm.extractelement(loaded, c32(i)) for i in range(count)]
 
 
 def _byte(scales_ref, row, group):
     """Scale byte of `group` in a row of 16 bytes."""
     i8 = ir.IntegerType.get_signless(8)
-    at = arith.addi(arith.muli(row, _c(16)), group)
-    return arith.extui(_i32(), _load(i8, _offset(utils.memref_ptr(scales_ref), at), 1))
+    at = arith.addi(arith.muli(row, c32(16)), group)
+    return arith.extui(i32(), _load(i8, offset(utils.memref_ptr(scales_ref), at), 1))
 
 
 def _halves(word):
     """Both halves of 8 codes: a byte selector of their magnitudes, and the codes themselves."""
-    magnitudes = arith.andi(word, _c(0x77777777))
+    magnitudes = arith.andi(word, c32(0x77777777))
     yield magnitudes, word
-    yield arith.shrui(magnitudes, _c(16)), arith.shrui(word, _c(16))
+    yield arith.shrui(magnitudes, c32(16)), arith.shrui(word, c32(16))
 
 
 def _signs(half):
     """The signs of the 4 lower codes, as the top bits of 4 bytes."""
     # Bytes 0x80, or 0xFF where the nibble has its top bit: bit 6 is the sign.
-    sign = _ptx("prmt.b32 $0, $1, $1, $2;", _c(0x80808080), half)
-    return arith.andi(arith.shli(sign, _c(1)), _c(0x80808080))
+    sign = _ptx("prmt.b32 $0, $1, $1, $2;", c32(0x80808080), half)
+    return arith.andi(arith.shli(sign, c32(1)), c32(0x80808080))
 
 
 def _decode_fp8(words, byte, top):
     """i32 registers of four E5M2 each for 8-code words, under scale bytes of a band."""
-    step = arith.addi(arith.subi(byte, top), _c(BAND))
-    valid = arith.cmpi(arith.CmpIPredicate.ult, arith.subi(step, _c(1)), _c(BAND))
+    step = arith.addi(arith.subi(byte, top), c32(BAND))
+    valid = arith.cmpi(arith.CmpIPredicate.ult, arith.subi(step, c32(1)), c32(BAND))
     low, high = (
-        arith.select(valid, arith.addi(arith.muli(step, _c(slope)), _c(base)), _c(0))
+        arith.select(valid, arith.addi(arith.muli(step, c32(slope)), c32(base)), c32(0))
         for slope, base in FP8_TABLE
     )
     registers = []
@@ -138,16 +125,18 @@ def _decode_fp8(words, byte, top):
 
 def _decode_bf16(words, byte):
     """i32 registers of two bfloat16 each, exact for scale bytes 3 to 252: below 0, above NaN."""
-    base = arith.shli(byte, _c(7))
-    twice = arith.ori(base, arith.shli(base, _c(16)))
+    base = arith.shli(byte, c32(7))
+    twice = arith.ori(base, arith.shli(base, c32(16)))
     # Codes 0 and 1, a zero and half of the scale; then 2 and 3, 4 and 5, 6 and 7.
-    fields = [arith.shli(arith.subi(base, _c(128)), _c(16))]
-    fields += [arith.addi(twice, _c(pair)) for pair in (0x00400000, 0x00C00080, 0x01400100)]
+    fields = [arith.shli(arith.subi(base, c32(128)), c32(16))]
+    fields += [arith.addi(twice, c32(pair)) for pair in (0x00400000, 0x00C00080, 0x01400100)]
     exact = arith.cmpi(
-        arith.CmpIPredicate.ult, arith.subi(byte, _c(BF16_BYTES[0])), _c(len(BF16_BYTES))
+        arith.CmpIPredicate.ult,
+        arith.subi(byte, c32(BF16_BYTES[0])),
+        c32(len(BF16_BYTES)),
     )
-    large = arith.cmpi(arith.CmpIPredicate.uge, byte, _c(BF16_BYTES.stop))
-    beyond = arith.select(large, _c(0x7FC07FC0), _c(0))
+    large = arith.cmpi(arith.CmpIPredicate.uge, byte, c32(BF16_BYTES.stop))
+    beyond = arith.select(large, c32(0x7FC07FC0), c32(0))
     fields = [arith.select(exact, field, beyond) for field in fields]
     # Tables of low and high bytes.
     low = [_ptx("prmt.b32 $0, $1, $2, 0x6420;", *fields[i : i + 2]) for i in (0, 2)]
@@ -166,11 +155,11 @@ def _decode_bf16(words, byte):
 def _descriptor(x_ref, first_row):
     """Descriptor of an operand in shared memory from `first_row` on: K-major, 128 bytes a row."""
     i64 = ir.IntegerType.get_signless(64)
-    pointer = llvm.ptrtoint(_i32(), utils.memref_ptr(x_ref))
-    address = arith.shrui(arith.addi(pointer, _c(first_row * OPERAND_BYTES)), _c(4))
-    low = arith.extui(i64, arith.andi(address, _c(0x3FFF)))
-    constant = arith.constant(i64, ir.IntegerAttr.get(i64, (1 << 62) | (64 << 32) | (1 << 16)))
-    return llvm.or_(low, constant)
+    pointer = llvm.ptrtoint(i32(), utils.memref_ptr(x_ref))
+    address = arith.shrui(arith.addi(pointer, c32(first_row * OPERAND_BYTES)), c32(4))
+    low = arith.extui(i64, arith.andi(address, c32(0x3FFF)))
+    fixed = arith.constant(i64, ir.IntegerAttr.get(i64, (1 << 62) | (64 << 32) | (1 << 16)))
+    return llvm.or_(low, fixed)
 
 
 def _wgmma(kind, rows, a, descriptor, accumulators):
@@ -245,32 +234,34 @@ def _settled(operand):
     count = len(operand)
     lines = [f"xor.b32 ${i}, ${count + i}, nothing;" for i in range(count)]
     result = llvm.inline_asm(
-        llvm.StructType.get_literal([_i32()] * count),
+        llvm.StructType.get_literal([i32()] * count),
         operand,
         "{ .reg .b32 nothing; mov.u32 nothing, %ctaid.z;\n" + "\n".join(lines) + " }",
         ",".join(["=r"] * count + ["r"] * count),
         asm_dialect=0,
         has_side_effects=True,
     )
-    return [llvm.extractvalue(_i32(), result, [i]) for i in range(count)]
+    return [llvm.extractvalue(i32(), result, [i]) for i in range(count)]
 
 
 def _scalars(array):
     """f32 values of an accumulator array, in the order of wgmma."""
-    return [llvm.extractelement(register, _c(0)) for register in array.registers.flat]
+    return [llvm.extractelement(register, c32(0)) for register in array.registers.flat]
 
 
 def _array(like, values):
     vector = ir.VectorType.get((1,), ir.F32Type.get())
     registers = np.empty(like.registers.shape, dtype=object)
-    registers.flat = [llvm.insertelement(llvm.mlir_undef(vector), value, _c(0)) for value in values]
+    registers.flat = [
+        llvm.insertelement(llvm.mlir_undef(vector), value, c32(0)) for value in values
+    ]
     return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
 
 
 def _integers(values):
-    vector = ir.VectorType.get((1,), _i32())
+    vector = ir.VectorType.get((1,), i32())
     registers = np.empty((len(values),), dtype=object)
-    registers[:] = [llvm.insertelement(llvm.mlir_undef(vector), value, _c(0)) for value in values]
+    registers[:] = [llvm.insertelement(llvm.mlir_undef(vector), value, c32(0)) for value in values]
     return mgpu.FragmentedArray(_registers=registers, _layout=OPERAND.to_mgpu(), _is_signed=False)
 
 
@@ -280,7 +271,7 @@ def _operand_row(kind, codes_ref, scales_ref, top, row):
     words = _words(codes_ref, row, quad, BLOCKS[kind] // 2)
     if kind == "fp8":
         return _decode_fp8(words, _byte(scales_ref, row, quad), top.registers.flat[0])
-    return _decode_bf16(words, _byte(scales_ref, row, arith.shrui(quad, _c(1))))
+    return _decode_bf16(words, _byte(scales_ref, row, arith.shrui(quad, c32(1))))
 
 
 def _interleave(halves):
@@ -295,26 +286,26 @@ def _fragment_rows(kind: str, paired: bool):
     FP8 tiles hold 16 neighbours of each 32 channels of a block.
     """
     warp, row, _ = _lane()
-    group = arith.shrui(utils.thread_idx(), _c(7))
+    group = arith.shrui(utils.thread_idx(), c32(7))
 
     def combine(*terms):
-        total = _c(0)
+        total = c32(0)
         for term, factor in terms:
-            total = arith.addi(total, arith.muli(term, _c(factor)))
+            total = arith.addi(total, arith.muli(term, c32(factor)))
         return total
 
     if not paired:
         first = combine((group, 64), (warp, 16), (row, 1))
-        return first, arith.addi(first, _c(8))
+        return first, arith.addi(first, c32(8))
     bits = 2 if kind == "fp8" else 1
-    low = arith.andi(row, _c(2**bits - 1))
-    quad = arith.shrui(row, _c(bits))
-    warp_high, warp_low = arith.shrui(warp, _c(1)), arith.andi(warp, _c(1))
+    low = arith.andi(row, c32(2**bits - 1))
+    quad = arith.shrui(row, c32(bits))
+    warp_high, warp_low = arith.shrui(warp, c32(1)), arith.andi(warp, c32(1))
     if kind == "fp8":
         first = combine((warp_low, 32), (quad, 16), (group, 8), (warp_high, 4), (low, 1))
     else:
         first = combine((quad, 16), (group, 8), (warp_high, 4), (warp_low, 2), (low, 1))
-    return first, arith.addi(first, _c(64))
+    return first, arith.addi(first, c32(64))
 
 
 def _promote(sums, partial, first, x_scales):
@@ -322,8 +313,8 @@ def _promote(sums, partial, first, x_scales):
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     for block in range(len(partial) // 4):
         column = first + block * 8
-        scales = _load(pair, _offset(x_scales, _c(column * 4)), 8)
-        scales = [llvm.extractelement(scales, _c(i)) for i in (0, 1)]
+        scales = _load(pair, offset(x_scales, c32(column * 4)), 8)
+        scales = [llvm.extractelement(scales, c32(i)) for i in (0, 1)]
         for part in range(4):
             at = column // 8 * 4 + part
             sums[at] = llvm.intr_fma(partial[block * 4 + part], scales[part % 2], sums[at])
@@ -375,7 +366,7 @@ def step(kind, total, operand, x_ref, x_scale_ref, following, *, rows, chunk, un
     )
     def run(ctx, total, operand, x_ref, x_scale_ref, following):
         del ctx
-        a = [llvm.extractelement(register, _c(0)) for register in operand.registers.flat]
+        a = [llvm.extractelement(register, c32(0)) for register in operand.registers.flat]
         sums = _scalars(total)
         halves = []
 
@@ -392,7 +383,7 @@ def step(kind, total, operand, x_ref, x_scale_ref, following, *, rows, chunk, un
             sums = _wait(0, sums, a)
         else:
             _, _, quad = _lane()
-            x_scales = _offset(utils.memref_ptr(x_scale_ref), arith.muli(quad, _c(8)))
+            x_scales = offset(utils.memref_ptr(x_scale_ref), arith.muli(quad, c32(8)))
 
             def start(index):
                 nvvm.wgmma_fence_aligned()
@@ -422,27 +413,27 @@ def _store_columns(out_ref, pairs, *, row_bytes, column_bytes):
     pairs[i] are the registers of tokens 8 i .. 8 i + 7, one per 8 channels of the warp; row t of
     out_ref gets them from byte `column_bytes` on. Rows of 64 or 128 bytes are swizzled.
     """
-    thread = arith.remui(utils.thread_idx(), _c(32))
+    thread = arith.remui(utils.thread_idx(), c32(32))
     base = utils.memref_ptr(out_ref)
     matrices = [(i, j) for i, blocks in enumerate(pairs) for j in range(len(blocks))]
     per_token = len(pairs[0])
-    which = arith.shrui(thread, _c(3))
+    which = arith.shrui(thread, c32(3))
     first = 0
     while first < len(matrices):
         count = min(4, len(matrices) - first)
         count = 4 if count == 4 else 2 if count >= 2 else 1
         # Lane l gives the address of row l % 8 of matrix l // 8; lanes that are not asked repeat.
-        matrix = arith.addi(_c(first), arith.andi(which, _c(count - 1)))
-        block = arith.divui(matrix, _c(per_token))
-        part = arith.remui(matrix, _c(per_token))
-        token = arith.addi(arith.muli(block, _c(8)), arith.andi(thread, _c(7)))
+        matrix = arith.addi(c32(first), arith.andi(which, c32(count - 1)))
+        block = arith.divui(matrix, c32(per_token))
+        part = arith.remui(matrix, c32(per_token))
+        token = arith.addi(arith.muli(block, c32(8)), arith.andi(thread, c32(7)))
         at = arith.addi(
-            arith.muli(token, _c(row_bytes)),
-            arith.addi(column_bytes, arith.muli(part, _c(16))),
+            arith.muli(token, c32(row_bytes)),
+            arith.addi(column_bytes, arith.muli(part, c32(16))),
         )
         bits = 0x70 if row_bytes == 128 else 0x30
-        at = arith.xori(at, arith.andi(arith.shrui(at, _c(3)), _c(bits)))
-        pointer = llvm.ptrtoint(_i32(), _offset(base, at))
+        at = arith.xori(at, arith.andi(arith.shrui(at, c32(3)), c32(bits)))
+        pointer = llvm.ptrtoint(i32(), offset(base, at))
         operands = ", ".join(f"${i + 1}" for i in range(count))
         utils.inline_ptx(
             f"stmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 [$0], {{{operands}}};",
@@ -476,7 +467,7 @@ def store_down(total, factor, out_ref, *, first, tokens):
         for block in range(first // 8, (first + tokens) // 8):
             four = [arith.mulf(value, factor) for value in values[4 * block : 4 * block + 4]]
             pairs.append([_pack(*four[:2]), _pack(*four[2:])])
-        _store_columns(out_ref, pairs, row_bytes=128, column_bytes=arith.muli(warp, _c(32)))
+        _store_columns(out_ref, pairs, row_bytes=128, column_bytes=arith.muli(warp, c32(32)))
 
     run(total, factor, out_ref)
 
@@ -502,10 +493,10 @@ def store_gate_up(total, factor, weights_ref, out_ref, *, first, tokens, limit):
         values = _scalars(total)
         factor = factor.registers.flat[0]
         warp, _, quad = _lane()
-        weights = _offset(utils.memref_ptr(weights_ref), arith.muli(quad, _c(8)))
+        weights = offset(utils.memref_ptr(weights_ref), arith.muli(quad, c32(8)))
         pairs = []
         for block in range(first // 8, (first + tokens) // 8):
-            two = _load(pair, _offset(weights, _c(block * 32)), 8)
+            two = _load(pair, offset(weights, c32(block * 32)), 8)
             h = []
             for i in range(2):
                 gate = arith.mulf(values[4 * block + i], factor)
@@ -530,12 +521,12 @@ def store_gate_up(total, factor, weights_ref, out_ref, *, first, tokens, limit):
                         }""",
                         gate,
                         up,
-                        llvm.extractelement(two, _c(i)),
+                        llvm.extractelement(two, c32(i)),
                         _float(limit),
                         result_types=f32,
                     )
                 )
             pairs.append([_pack(*h)])
-        _store_columns(out_ref, pairs, row_bytes=64, column_bytes=arith.muli(warp, _c(16)))
+        _store_columns(out_ref, pairs, row_bytes=64, column_bytes=arith.muli(warp, c32(16)))
 
     run(total, factor, weights_ref, out_ref)

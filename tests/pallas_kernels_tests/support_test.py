@@ -6,13 +6,14 @@ import io
 import itertools
 import math
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 from absl.testing import absltest, parameterized
 
-from pallas_kernels import bench, support
+from pallas_kernels import bench, checks, support
 
 
 def gpu(capability):
@@ -57,6 +58,27 @@ class UnsupportedTest(parameterized.TestCase):
         other = jax.devices()[-1]
         with jax.default_device(other):
             self.assertEqual(support.default_device(), other)
+
+
+class PickTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("9.0", {"sm90": None, "portable": None}, "sm90"),
+        ("9.0", {"sm90": "too narrow", "portable": None}, "portable"),
+        ("9.0", {"sm90": "too narrow", "portable": "float32"}, "tiled"),
+        ("8.9", {"sm90": None, "portable": None}, "portable"),
+        ("9.0", None, "sm90"),
+        ("9.0", "float32", "tiled"),
+    )
+    def test_the_best_kernel_that_takes_the_call_is_chosen(self, capability, refusal, chosen):
+        with mock.patch.object(support, "default_device", return_value=gpu(capability)):
+            self.assertEqual(checks.pick("attention", None, refusal), chosen)
+
+    def test_a_refused_kernel_says_why(self):
+        refusals = {"sm90": "too narrow", "portable": None}
+        with mock.patch.object(support, "default_device", return_value=gpu("9.0")):
+            self.assertEqual(checks.pick("attention", "portable", refusals), "portable")
+            with pytest.raises(NotImplementedError, match="sm90 cannot run this call: too narrow"):
+                checks.pick("attention", "sm90", refusals)
 
 
 class MeasureTest(parameterized.TestCase):
