@@ -130,10 +130,12 @@ def test_entries_that_no_list_names_may_hold_nan(implementation):
 
 @pytest.mark.parametrize("implementation", ["tiled", "portable", "sm90"])
 def test_bits_do_not_depend_on_chunks_or_neighbours(implementation):
-    total, position = 13 if implementation == "sm90" else 40, 101
+    # The interpreter of Pallas-Mosaic takes its time over every call.
+    slow = implementation == "sm90"
+    total, position = 7 if slow else 40, 101
     q, window_kv, compressed, indices, sink = make(9, total, 36, position, **narrow(implementation))
     whole = attend((q, window_kv, compressed, indices, sink), position, implementation)
-    for size, padded in ((1, 1), (9, 12), (33, 33)):
+    for size, padded in ((1, 1), (4, 6)) if slow else ((1, 1), (9, 12), (33, 33)):
         for start in range(0, total, size):
             stop = min(start + size, total)
             fill = ((0, padded - (stop - start)), (0, 0))

@@ -187,13 +187,15 @@ def test_rows_that_no_real_token_sees_may_hold_nan(implementation):
 
 @pytest.mark.parametrize("implementation", ["tiled", "portable", "sm90"])
 def test_bits_do_not_depend_on_chunks_capacity_or_neighbours(implementation):
-    total, capacity, ratio = 12 if implementation == "sm90" else 48, 16, 4
+    # The interpreter of Pallas-Mosaic takes its time over every call.
+    slow = implementation == "sm90"
+    total, capacity, ratio = 6 if slow else 48, 16, 4
     q, window_kv, compressed, sink = make(9, total, capacity, **narrow(implementation))
     window = NARROW["window"]
     run = functools.partial(attend, ratio=ratio, implementation=implementation, interpret=True)
     position = 3
     whole = run((q, window_kv, compressed, sink), position)
-    for size, padded in ((1, 1), (7, 9), (16, 16), (33, 33)):
+    for size, padded in ((1, 1), (4, 5)) if slow else ((1, 1), (7, 9), (16, 16), (33, 33)):
         for start in range(0, total, size):
             stop = min(start + size, total)
             rows = slice(start, start + padded)
