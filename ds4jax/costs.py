@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ds4jax.config import LayerKind, ModelConfig
+from ds4jax.config import PRESETS, LayerKind, ModelConfig
 from sharding.cost import PlanError
 
 PARTS = ("attend", "route", "experts", "finish")
@@ -168,7 +168,8 @@ class LayerTable:
     """Measured times of layer parts on one device; `to_json` of it goes into machine files.
 
     A row has kind, tokens, position and parts; a part has median_s, the fields of its `Work` and,
-    where known, temp_bytes: what its program allocates beside arguments and results.
+    where known, temp_bytes: what its program allocates beside arguments and results. A row whose
+    numerics are not those of the table has its own.
     """
 
     def __init__(self, record: Mapping[str, Any], where: str = "layers"):
@@ -176,8 +177,9 @@ class LayerTable:
             self.device = str(record["device"])
             self.rates = Rates(**record["rates"])
             self.widths = dict(record["widths"])
+            self.numerics = str(record.get("numerics") or PRESETS["official"])
             self.rows = list(record["rows"])
-            self._efficiency = self._points(self._share_of_floor)
+            self._efficiency = {q1: self._points(q1, self._share_of_floor) for q1 in (False, True)}
         except (KeyError, TypeError, ZeroDivisionError) as error:
             raise PlanError(
                 f"{where}: the table of layer times is not complete ({error!r}): make it with "
@@ -195,22 +197,37 @@ class LayerTable:
         """What the constructor takes."""
         return {
             "device": self.device,
+            "numerics": self.numerics,
             "rates": dataclasses.asdict(self.rates),
             "widths": self.widths,
             "rows": self.rows,
         }
 
+    def measured(self, *, q1: bool) -> bool:
+        """Whether layers were measured with FP8 products (`q1`), or with bfloat16 ones."""
+        return any(self._q1(row) == q1 for row in self.rows)
+
     def seconds(
-        self, config: ModelConfig, layer: int, rows: int, positions: np.ndarray, rates: Rates
+        self,
+        config: ModelConfig,
+        layer: int,
+        rows: int,
+        positions: np.ndarray,
+        rates: Rates,
+        *,
+        q1: bool,
     ) -> dict[str, np.ndarray]:
         """Seconds of each part of a layer, for chunks of `rows` rows at `positions`.
 
         rates  of the device
+        q1     of the run, see `Numerics`: products in FP8 take other kernels than in bfloat16. What
+               was measured with the other ones stands in for what was not measured with these.
         """
         contexts, kind = positions + rows / 2, config.kind(layer).value
+        efficiency = self._efficiency[q1 if self.measured(q1=q1) else not q1]
         return {
             part: np.broadcast_to(each.seconds(rates), positions.shape)
-            / self._at(self._efficiency, kind, part, rows, contexts)
+            / self._at(efficiency, kind, part, rows, contexts)
             for part, each in work(config, layer, rows, positions).items()
         }
 
@@ -228,7 +245,8 @@ class LayerTable:
             found = row["parts"][part].get("temp_bytes")
             if row["kind"] == config.kind(layer).value and found is not None:
                 room = row["position"] + row["tokens"]
-                sizes.setdefault(row["tokens"], {})[room] = found
+                by_room = sizes.setdefault(row["tokens"], {})
+                by_room[room] = max(found, by_room.get(room, 0))
         if not sizes:
             return None
         measured = {count: _line(by_room, capacity) for count, by_room in sizes.items()}
@@ -241,10 +259,15 @@ class LayerTable:
         measured = Work(*(part[field.name] for field in dataclasses.fields(Work)))
         return float(measured.seconds(self.rates)) / part["median_s"]
 
-    def _points(self, value: Any) -> dict[tuple[str, str], dict[int, list[tuple[float, float]]]]:
+    def _q1(self, row: Mapping[str, Any]) -> bool:
+        return "q1" in (row.get("numerics") or self.numerics).split("+")
+
+    def _points(
+        self, q1: bool, value: Any
+    ) -> dict[tuple[str, str], dict[int, list[tuple[float, float]]]]:
         """(kind, part) -> tokens -> (context, value), contexts ascending."""
         points: dict[tuple[str, str], dict[int, list[tuple[float, float]]]] = {}
-        for row in self.rows:
+        for row in (row for row in self.rows if self._q1(row) == q1):
             for part in PARTS:
                 by_tokens = points.setdefault((row["kind"], part), {})
                 context = row["position"] + row["tokens"] / 2

@@ -33,6 +33,7 @@ _PART = {
 # What is read of the layers of a machine file.
 _LAYERS = {
     "device": schema.TEXT,
+    "numerics?": schema.TEXT,
     "rates": {field.name: schema.RATE for field in dataclasses.fields(costs.Rates)},
     "widths": {"*": schema.COUNT},
     "rows": [
@@ -40,6 +41,7 @@ _LAYERS = {
             "kind": schema.TEXT,
             "tokens": schema.ONE_OR_MORE,
             "position": schema.COUNT,
+            "numerics?": schema.TEXT,
             "parts": dict.fromkeys(costs.PARTS, _PART),
         }
     ],
@@ -143,7 +145,8 @@ def local_machine(
             )
     limits = [record["devices"][known.index(each)].get("memory_bytes") for each in wanted]
     usable = [min(each, int(limit or each)) for each, limit in zip(usable, limits, strict=True)]
-    return _from_record(record, wanted, usable, host, item_bytes, one_memory)
+    q1 = config.numerics.resolve().q1
+    return _from_record(record, wanted, usable, host, item_bytes, one_memory, q1=q1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +260,8 @@ def planned_machine(
                 f"{row['id']}: set config.memory.device_bytes"
             )
         memory.append(int(min(limit or budget or 0, budget or limit or 0)))
-    return _from_record(record, ids, memory, host, item_bytes, False)
+    q1 = config.numerics.resolve().q1
+    return _from_record(record, ids, memory, host, item_bytes, False, q1=q1)
 
 
 def _usable_bytes(device: jax.Device) -> int:
@@ -294,6 +298,8 @@ def _from_record(
     host: int,
     item_bytes: int,
     one_memory: bool,
+    *,
+    q1: bool,
 ) -> Machine:
     by_id = {row["id"]: row for row in record["devices"]}
     part = {**record, "devices": [by_id[each] for each in ids]}
@@ -308,6 +314,10 @@ def _from_record(
     )
     if record.get("layers") is not None:
         table = _layer_table(record["layers"])
+        if not table.measured(q1=q1):
+            notes.append(
+                f"layers were timed as {table.numerics} only: other products than those of this run"
+            )
         # Layers were timed on the first device; rates are those of the fastest one.
         first = record["devices"][0]
         if first["id"] in ids:

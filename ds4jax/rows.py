@@ -339,7 +339,9 @@ class Run:
         machine = self.machine
         for rows in sorted(set(work.rows.tolist())):
             positions = work.position[work.rows == rows]
-            times = machine.table.seconds(self.model, layer, rows, positions, machine.rates)
+            times = machine.table.seconds(
+                self.model, layer, rows, positions, machine.rates, q1=self.numerics.q1
+            )
             for part, each in times.items():
                 total[part] += float(each.sum())
         experts = total.pop("experts")

@@ -50,7 +50,8 @@ def test_layers_of_a_model_are_timed_and_priced(tmp_path, capsys):
     for row in record["rows"]:
         layer = [model.kind(n).value for n in range(model.num_hidden_layers)].index(row["kind"])
         positions = np.array([row["position"]])
-        predicted = sum(table.seconds(model, layer, row["tokens"], positions, table.rates).values())
+        times = table.seconds(model, layer, row["tokens"], positions, table.rates, q1=True)
+        predicted = sum(times.values())
         # Where a layer was measured, the table gives back what was measured.
         measured = sum(row["parts"][part]["median_s"] for part in costs.PARTS)
         assert predicted[0] == pytest.approx(measured, rel=1e-6)
@@ -62,6 +63,10 @@ def test_layers_of_a_model_are_timed_and_priced(tmp_path, capsys):
         RunConfig().replace({"machine.file": str(out), "memory.device_bytes": 10**9}), 26_112, 1, 0
     )
     assert machine.table.rows == record["rows"]
+    assert not any("layers were timed" in note for note in machine.notes)
+    other = {"machine.file": str(out), "memory.device_bytes": 10**9, "numerics.preset": "bfloat16"}
+    notes = planned_machine(RunConfig().replace(other), 26_112, 1, 0).notes
+    assert any(note.startswith("layers were timed as bfloat16+q1+q2+q3 only") for note in notes)
     # Of the fastest device, by the speed that the first one has beside it.
     scale = machine.rates.bytes_per_s / table.rates.bytes_per_s
     assert scale == pytest.approx(1000 / machine.devices[0].speed_permille)

@@ -57,8 +57,8 @@ def test_few_tokens_use_few_experts():
 def test_measured_layers_of_an_h200_are_given_back():
     table = costs.measured_h200()
     for row in table.rows:
-        layer = {"swa": SWA, "csa": CSA, "hca": HCA}[row["kind"]]
-        found = table.seconds(FLASH, layer, 8192, np.array([row["position"]]), costs.H200)
+        layer, q1 = {"swa": SWA, "csa": CSA, "hca": HCA}[row["kind"]], "numerics" not in row
+        found = table.seconds(FLASH, layer, 8192, np.array([row["position"]]), costs.H200, q1=q1)
         for part in costs.PARTS:
             assert found[part][0] == pytest.approx(row["parts"][part]["median_s"], rel=1e-6)
 
@@ -67,10 +67,27 @@ def test_times_scale_with_rates_and_context():
     table = costs.measured_h200()
     half = costs.Rates(*(rate / 2 for rate in dataclasses.astuple(costs.H200)))
     positions = np.array([0, 50_000, 500_000])
-    fast = table.seconds(FLASH, CSA, 8192, positions, costs.H200)
-    for part, slow in table.seconds(FLASH, CSA, 8192, positions, half).items():
+    fast = table.seconds(FLASH, CSA, 8192, positions, costs.H200, q1=True)
+    for part, slow in table.seconds(FLASH, CSA, 8192, positions, half, q1=True).items():
         np.testing.assert_allclose(slow, 2 * fast[part])
     assert np.all(np.diff(sum(fast.values())) > 0)
+
+
+def test_products_in_bfloat16_are_priced_by_their_own_rows():
+    table, positions = costs.measured_h200(), np.array([0, 122_880])
+    slow, fast = (
+        table.seconds(FLASH, CSA, 8192, positions, costs.H200, q1=q1) for q1 in (False, True)
+    )
+    np.testing.assert_array_equal(slow["route"], fast["route"])
+    for part in ("attend", "experts", "finish"):
+        assert np.all(slow[part] > fast[part])
+    # What was not measured is priced by what was.
+    rows = [row for row in table.rows if "numerics" not in row]
+    one = costs.LayerTable({**table.to_json(), "rows": rows})
+    assert one.measured(q1=True)
+    assert not one.measured(q1=False)
+    found = one.seconds(FLASH, CSA, 8192, positions, costs.H200, q1=False)
+    assert all(np.array_equal(found[part], fast[part]) for part in costs.PARTS)
 
 
 def test_a_table_that_is_not_complete_is_refused():
