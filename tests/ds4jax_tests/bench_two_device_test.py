@@ -32,6 +32,7 @@ def run(out_dir: Path, *arguments: str) -> tuple[int, dict]:
     return code, json.loads((out_dir / "two_device.json").read_text())["sections"]
 
 
+@pytest.mark.slow
 def test_sections_give_one_output_and_stand_beside_their_prediction(tmp_path, capsys):
     names = "one,pipeline,two_owners,relay,peer_memory,one_streamed,pipeline_streamed,peer_read"
     names += ",planned_memory,planned_relay,planned_none"
@@ -120,6 +121,7 @@ def test_section_that_fails_or_hangs_leaves_its_reason(bench, monkeypatch):
     assert "first line" in two_device.table({"b": failed})
 
 
+@pytest.mark.slow
 def test_section_that_is_cut_keeps_its_rows_and_ends_before_the_next(bench, monkeypatch):
     reads = []
 

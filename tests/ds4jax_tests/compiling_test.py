@@ -78,10 +78,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("both", "neighbour") else pytest.param(name, marks=pytest.mark.slow)
-        for name in LAYOUTS
-    ],
+    [name if name == "both" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
 )
 def test_prompts_that_were_announced_compile_no_layer(name):
     chunk = 71 + list(LAYOUTS).index(name)  # a row shape of its own: no other test has compiled it

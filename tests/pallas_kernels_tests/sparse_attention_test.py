@@ -128,7 +128,9 @@ def test_entries_that_no_list_names_may_hold_nan(implementation):
     )
 
 
-@pytest.mark.parametrize("implementation", ["tiled", "portable", "sm90"])
+@pytest.mark.parametrize(
+    "implementation", ["tiled", "portable", pytest.param("sm90", marks=pytest.mark.slow)]
+)
 def test_bits_do_not_depend_on_chunks_or_neighbours(implementation):
     # The interpreter of Pallas-Mosaic takes its time over every call.
     slow = implementation == "sm90"

@@ -185,7 +185,9 @@ def test_rows_that_no_real_token_sees_may_hold_nan(implementation):
     assert np.isnan(run((q, window_kv, compressed.at[0].set(jnp.nan), sink))).all()
 
 
-@pytest.mark.parametrize("implementation", ["tiled", "portable", "sm90"])
+@pytest.mark.parametrize(
+    "implementation", ["tiled", "portable", pytest.param("sm90", marks=pytest.mark.slow)]
+)
 def test_bits_do_not_depend_on_chunks_capacity_or_neighbours(implementation):
     # The interpreter of Pallas-Mosaic takes its time over every call.
     slow = implementation == "sm90"
