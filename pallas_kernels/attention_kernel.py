@@ -158,25 +158,6 @@ def _kernel(
         q = out_ref[...]
     factor = jnp.float32(scale * math.log2(math.e))
 
-    def update(keys, visible, running):
-        highest, total, values = running
-
-        scores = jax.lax.dot_general(
-            q, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        scores = jnp.where(visible[None, :], scores * factor, -jnp.inf)
-        new = jnp.maximum(highest, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - new[:, None])
-        shrink = jnp.exp2(highest - new)
-        product = jax.lax.dot_general(
-            weights.astype(keys.dtype),
-            keys,
-            (((1,), (0,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
-        total = total * shrink + jnp.sum(weights, axis=1)
-        return new, total, values * shrink[:, None] + product
-
     lanes = jnp.arange(block, dtype=jnp.int32)
     width = jnp.arange(q.shape[1], dtype=jnp.int32)
 
@@ -198,7 +179,22 @@ def _kernel(
         keys = plt.load(
             inputs["keys"].at[rows[:, None], width[None, :]], mask=visible[:, None], other=0.0
         )
-        return update(keys, visible, running)
+        highest, total, values = running
+        scores = jax.lax.dot_general(
+            q, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        scores = jnp.where(visible[None, :], scores * factor, -jnp.inf)
+        new = jnp.maximum(highest, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - new[:, None])
+        shrink = jnp.exp2(highest - new)
+        product = jax.lax.dot_general(
+            weights.astype(keys.dtype),
+            keys,
+            (((1,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        total = total * shrink + jnp.sum(weights, axis=1)
+        return new, total, values * shrink[:, None] + product
 
     blocks = inputs["indices"].shape[0] // block if "indices" in inputs else pl.cdiv(seen, block)
     running = (

@@ -20,17 +20,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attention_sm90_lanes, attention_sm90_plain, mosaic, rotary, support
-from pallas_kernels.attention_sm90_lanes import TRANSFORMS
+from pallas_kernels.attention_kernel import FLOOR
+from pallas_kernels.attention_sm90_lanes import THREADS, TRANSFORMS
 
 HEADS = 64  # rows of a product
 KEYS = 64  # keys of a block
 PIECE = 64  # channels that are rounded, rotated and stored at a time
 STAGES = 2  # blocks of keys in shared memory
 CONSUMERS = 2
-FLOOR = -1e30  # finite stand-in for -inf, see attention_kernel
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
-_THREADS = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
 def refusal(q: jax.Array, rope: rotary.Table | None = None) -> str | None:
@@ -189,7 +188,7 @@ def _kernel(
     def _():
         plgpu.set_max_registers(56, action="decrease")
         # The key of a block that a thread holds the row of.
-        thread = plgpu.layout_cast(lax.iota(jnp.int32, 128), _THREADS)
+        thread = plgpu.layout_cast(lax.iota(jnp.int32, 128), THREADS)
         key = (thread >> 5) * 16 + (thread & 15)
 
         def load(step, source, rows):
@@ -212,7 +211,7 @@ def _kernel(
                 at = jnp.minimum(index, inputs["listed"].shape[1] // 128 - 1) * 128
                 return plgpu.load(
                     inputs["listed"].at[token, pl.ds(pl.multiple_of(at, 128), 128)],
-                    layout=_THREADS,
+                    layout=THREADS,
                 )
 
             # On its way while the window is copied.
